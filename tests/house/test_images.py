@@ -33,7 +33,7 @@ def services() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_runs_the_installed_wheel_as_an_unprivileged_user(image: str) -> None:
     stage = STAGES[image]
-    assert stage.startswith("FROM service AS")
+    assert re.match(r"FROM (torch_)?service AS", stage)
     assert re.search(r"^USER 10001$", stage, re.M)
     assert "--no-deps --no-index /dist/*.whl" in stage
     assert STAGES["service"].startswith("FROM python:3.11-slim-bookworm AS")
@@ -47,6 +47,26 @@ def test_images_are_made_of_one_base_and_of_locked_files() -> None:
     locked = [each for each in commands if re.search(r"\bpip (install|wheel)\b", each) and " -r " in each]
     assert len(locked) == 9
     assert all("--require-hashes" in command and "--no-deps" in command for command in locked)
+
+
+def test_images_for_a_gpu_have_what_triton_compiles_with() -> None:
+    """It compiles its driver in C when it first runs; kernels that are compiled as needed are in C++."""
+    compilers = STAGES["torch_service"]
+    assert re.search(r'if \[ "\$TORCH" = cuda \].*\n.* g\+\+ gcc libc6-dev ', compilers)
+    assert all(STAGES[image].startswith("FROM torch_service AS") for image in ("rollout_server", "trainer"))
+    assert '_find_compiler("c")' in STAGES["rollout_server"]
+
+
+def test_a_part_of_the_services_starts_alone(services: dict[str, dict[str, Any]]) -> None:
+    """A new volume gets the owner of the directory in the image that is first to use it."""
+    (made,) = re.findall(r"install -d -o 10001 -g 10001 ((?:\\\n|.)*)\n", STAGES["service"])
+    for name, service in services.items():
+        if service.get("image", "").startswith("weir-"):
+            mounts = [
+                each.rsplit("}", 1)[-1].split(":") for each in service["volumes"] if isinstance(each, str)
+            ]
+            targets = {parts[1] for parts in mounts}
+            assert targets <= set(made.split()), name
 
 
 def test_few_services_are_published_and_only_https_beyond_loopback(

@@ -34,7 +34,7 @@ def settings_of(kind: type[S], pod: Pod, objects: list[Object], folder: Path, pa
 def image_variables(stage: str) -> dict[str, str]:
     """What the image itself says of Weir's settings."""
     text = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
-    lines = re.search(rf"^FROM service AS {stage}\n((?:(?!FROM).*\n)*)", text, re.M)
+    lines = re.search(rf"^FROM (?:torch_)?service AS {stage}\n((?:(?!FROM).*\n)*)", text, re.M)
     assert lines is not None
     return dict(re.findall(r"(WEIR_\w+)=(\S+)", lines[1]))
 

@@ -172,6 +172,15 @@ def test_what_may_grow_with_data_says_what_bounds_it() -> None:
     assert not [f"{path}:{found}" for path, source in read.items() for found in unbounded(source)]
 
 
+def test_every_script_is_declared_as_one() -> None:
+    """The others are sent by their text, on the connection that has to run them."""
+    others = {"lua.py", "pipelined.py", "losses.py", "turn_store.py"}
+    runs = re.compile(r"register_script|script_load|evalsha|EVALSHA|\"EVAL\"|redis\.eval\(")
+    paths = [path for room in PRODUCT for path in (ROOT / room).rglob("*.py")]
+    found = {path.name for path in paths if runs.search(path.read_text(encoding="utf-8"))}
+    assert found == others
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -89,7 +89,8 @@ class HeadCache:
         self._held += (added := _size(turn))
         self._seen[turn.session_id] = CachedHead(after, head, seen.size + added)
         self._seen.move_to_end(turn.session_id)
-        self._shrink()
+        if self._held > self._limit:
+            self._shrink()
 
     def _shrink(self) -> None:
         while self._held > self._limit and self._seen:

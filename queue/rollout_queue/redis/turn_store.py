@@ -217,14 +217,14 @@ def append_arguments(
     """Keys and arguments of APPEND_TURN; `images` has the bytes of the turn's images by hash. Numbers are
     passed as text, which hiredis packs in half the time."""
     users = _users_of(turn, opening)
-    named: list[str] = [
-        key_names.session(turn.session_id),
-        *_FIXED_KEYS,
-        *map(key_names.user_sessions, users),
-    ]
+    named: list[str] = [key_names.session(turn.session_id), *_FIXED_KEYS]
+    named += map(key_names.user_sessions, users)
     shown = sorted({image.sha256 for image in turn.images})
-    named += images_of(shown)
+    if shown:
+        named += images_of(shown)
     named += continuations_of(turn, owner)
+    versions = [span.version for span in turn.versions]
+    oldest, newest = (str(min(versions)), str(max(versions))) if versions else (NONE, NONE)
     ttl_s = min(max(expires_at - turn.finished_at, 0.001), CONTINUATION_TTL_S)
     return named, [
         turn.session_id,
@@ -240,18 +240,13 @@ def append_arguments(
         repr(turn.finished_at),
         str(int(CONTINUATION_TTL_S * 1000)),
         str(len(turn.output_ids)),
-        *_versions_of(turn),
+        oldest,
+        newest,
         str(len(users)),
         *map(user_digest, users),
         str(len(shown)),
         *[images.get(sha256, b"") for sha256 in shown],
     ]
-
-
-def _versions_of(turn: Turn) -> tuple[str, str]:
-    """The oldest and the newest version that sampled the turn's tokens."""
-    versions = [span.version for span in turn.versions]
-    return (str(min(versions)), str(max(versions))) if versions else (NONE, NONE)
 
 
 def _users_of(turn: Turn, opening: SessionSpec | None) -> list[str]:

@@ -72,7 +72,7 @@ class PartialAnswer:
             input_ids=[*wanted.input_ids, *self.ids] if have else wanted.input_ids,
             # An engine draws by the seed and the token's position, so another one continues the same series.
             # Frequency and presence penalties count the engine's own output only, so they start again at 0.
-            sampling_params=_rest(parameters, have),
+            sampling_params=_rest(parameters, have) if have else parameters,
             top_logprobs_num=wanted.top_logprobs,
             return_routed_experts=UNSET if wanted.experts_from is None else True,
             routed_experts_start_len=UNSET if wanted.experts_from is None else wanted.experts_from,

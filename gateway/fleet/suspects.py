@@ -79,7 +79,7 @@ class Suspects:
         self.current_until = 0.0
         """Until when, by clock.monotonic(), what this process has read may be relied on."""
         self._reading = asyncio.Lock()
-        self._guilty: dict[str, bool] = {}
+        self.guilty: dict[str, bool] = {}
         """By the digest of the request; False for a suspect."""
         self._trials: Counter[SuspectTrial] = Counter()
         """How many calls of this process are in each trial."""
@@ -93,7 +93,7 @@ class Suspects:
         guilty: dict[str, bool] = {}
         for name, _, digest in (member.decode().partition(":") for member in found):
             guilty[digest] = guilty.get(digest, False) or name == "guilty"
-        self._guilty, self.current_until = guilty, now + CURRENT_S
+        self.guilty, self.current_until = guilty, now + CURRENT_S
 
     async def renew(self) -> None:
         """Read as `refresh` does, unless a call that waited before this one has just done so."""
@@ -105,18 +105,13 @@ class Suspects:
             except StorageUnavailable:
                 self.current_until = now + CURRENT_S  # without Redis, only this process takes care
 
-    @property
-    def known(self) -> bool:
-        """Whether any request is a suspect or guilty."""
-        return bool(self._guilty)
-
     def verdict(self, digest: str) -> bool | None:
         """Whether the request is guilty; None for one that is no suspect."""
-        return self._guilty.get(digest)
+        return self.guilty.get(digest)
 
     async def note(self, digest: str, *, guilty: bool) -> None:
         """Let all gateways know. A guilty request's error is told only when they do."""
-        self._guilty[digest] = guilty or self._guilty.get(digest, False)
+        self.guilty[digest] = guilty or self.guilty.get(digest, False)
         now = clock.now()
         try:
             async with self._redis.pipeline(transaction=False) as noting:
@@ -131,8 +126,8 @@ class Suspects:
 
     async def clear(self, digest: str) -> None:
         """An engine has answered the request."""
-        if not self._guilty.get(digest):
-            self._guilty.pop(digest, None)
+        if not self.guilty.get(digest):
+            self.guilty.pop(digest, None)
         try:
             await stored(self._redis.zrem(key_names.SUSPECTS, f"suspect:{digest}"))
         except StorageUnavailable as error:
@@ -211,7 +206,7 @@ class Case:
 
     def check(self) -> None:
         """Raises KillsEngines if the request is guilty. It is a suspect if an equal one is."""
-        if not self.suspects.known:
+        if not self.suspects.guilty:
             return
         guilty = self.suspects.verdict(self.digest)
         if guilty:

@@ -341,7 +341,7 @@ class Generator:
     def _sample_request(self, generation: Generation) -> SampleRequest:
         call, prompt = generation.call, generation.prompt
         interval = 1 if call.stream else WHOLE_ANSWER_INTERVAL
-        experts_from = [generation.experts_from] if generation.train else []
+        experts_from = [generation.experts_from] if generation.train and self._router_replay else []
         if call.experts_from is not None:
             experts_from.append(call.experts_from)
         return SampleRequest(

@@ -34,6 +34,8 @@ from environments.programs.host_answers import MOST_LINE
 from rollout_queue import clock
 
 PROGRAMS = Path(__file__).parent / "programs"
+_INSTALLER = "weir install {1}" if PROGRAMS.parents[1].name == "_services" else "make {0}/{1}/installed"
+"""What installs a library: in a wheel, the services are in the folder `_services`."""
 WRAPPERS = {
     "python": "python_class",
     "gymnasium": "with_gymnasium",
@@ -68,7 +70,7 @@ def _interpreter(library: str, environments_dir: Path) -> Path:
     found = environments_dir / library / "bin" / "python"
     if not found.exists():
         raise UnknownEnvironment(
-            f"{library} is not installed: run `make {environments_dir}/{library}/installed`, "
+            f"{library} is not installed: run `{_INSTALLER.format(environments_dir, library)}`, "
             "or name an interpreter that has it: --set python=PATH"
         )
     return found.absolute()  # a host may start in another directory

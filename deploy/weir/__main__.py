@@ -262,7 +262,7 @@ def import_sessions(
 def main() -> None:
     """Run a command. An expected failure prints one sentence; only a bug prints a traceback."""
     try:
-        app()
+        app(prog_name="weir")
     except (StackError, StorageUnavailable, MalformedSettings, InstallationFailed, OSError) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
         sys.exit(1)

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import Distribution, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +50,10 @@ SERVICES = {
 """The services, and packages by which one sees whether what they import is installed here."""
 COMMANDS = ("deepspeed", "openai", "redis", "torch", "typer")
 """The same for the commands."""
+LIBRARIES = PACKAGE / "_services" / "environments"
+"""The package with the locks of libraries of environments."""
+LIBRARIES_DIR = Path("run/environments")
+"""Where `weir env` looks for their Pythons (`environments/start_run.py`)."""
 
 
 class InstallationFailed(Exception):
@@ -145,7 +149,11 @@ class Installation:
 
     def install(self, step: LockedStep) -> None:
         """Raises InstallationFailed."""
-        _make_environment(self.directory / step.environment)
+        environment = self.directory / step.environment
+        _make_environment(environment)
+        for facts in environment.glob("lib/python3*/site-packages/*.dist-info"):
+            if not (facts / "INSTALLER").exists():  # pip writes it last, so this package is incomplete
+                shutil.rmtree(facts)
         self.pip(step.environment, "install", step)
         self.note(step.name)
 
@@ -166,6 +174,7 @@ class Installation:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            close_fds=False,  # pip keeps the lock of `alone` if this process is killed
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         ) as process:
             for line in process.stdout or ():
@@ -220,6 +229,7 @@ class Installation:
                 f"{self.directory} cannot be written ({error.strerror}): name another one in WEIR_INSTALL_DIR"
             ) from error
         with lock:
+            os.set_inheritable(lock.fileno(), True)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -271,8 +281,15 @@ def install(arguments: Sequence[str]) -> int:
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="take the files from here; download none")
     parser.add_argument("--torch", choices=sorted(NEEDED_BYTES), help="the build of torch")
     parser.add_argument("--download", type=Path, metavar="DIR", help="load all files into this directory")
+    parser.add_argument(
+        "library", nargs="*", help=f"instead, install these libraries of `weir env` into {LIBRARIES_DIR}"
+    )
     given = parser.parse_args(arguments)
     wanted = installation(given.torch, given.wheels)
+    for library in given.library:
+        install_library(library, wanted)
+    if given.library:
+        return 0
     if given.download:
         wanted.download(given.download)
         say(f"{given.download} has all files: `weir install --wheels {given.download}` needs no network")
@@ -280,6 +297,26 @@ def install(arguments: Sequence[str]) -> int:
         wanted.make(services=not are_here(COMMANDS))
         say(f"Weir is ready, in {wanted.directory}")
     return 0
+
+
+def install_library(name: str, wanted: Installation) -> None:
+    """Make the Python environment of a library of environments. Raises InstallationFailed."""
+    locks = {path.stem: path for path in (LIBRARIES / "requirements").glob("*.txt")}
+    if name not in locks:
+        raise InstallationFailed(f"there is no library {name!r}, only {', '.join(sorted(locks))}")
+    own = replace(wanted, directory=LIBRARIES_DIR.absolute())
+    build = LockedStep(name, "build.txt", "the build tools")
+    packages = LockedStep(name, os.path.relpath(locks[name], LOCKS), name)
+    with own.alone():
+        for step in (build, packages):
+            if step.name not in own.done():
+                say(f"installing {step.what} into {LIBRARIES_DIR / name}")
+                own.install(step)
+    python = str(own.directory / name / "bin" / "python")
+    prepared = subprocess.run([python, str(LIBRARIES / "programs" / "prepare.py"), name], check=False)
+    if prepared.returncode:
+        raise InstallationFailed(f"{name} is installed, but could not be prepared: see the lines above")
+    say(f"{name} is ready, in {LIBRARIES_DIR / name}")
 
 
 def are_here(packages: Sequence[str]) -> bool:

@@ -4,6 +4,7 @@ import filecmp
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -37,23 +38,26 @@ def wheel(release: Path) -> Path:
     return next(release.glob("*.whl"))
 
 
+def environment_with(wheel: Path, folder: Path, python: str = sys.executable) -> Path:
+    """The folder of programs of an environment that has the wheel, and nothing else."""
+    subprocess.run([python, "-m", "venv", str(folder)], check=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True)
+    return folder / "bin"
+
+
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs of an environment that has the wheel, and nothing else."""
-    folder = tmp_path_factory.mktemp("installed") / "env"
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [
-        str(folder / "bin" / "python"),
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        str(wheel),
-    ]
-    subprocess.run(install, check=True)
-    return folder / "bin"
+    return environment_with(wheel, tmp_path_factory.mktemp("installed") / "env")
+
+
+def python_3_12() -> str:
+    """A Python 3.12 of this machine. Without one, the test is skipped."""
+    versions = Path.home().glob(".pyenv/versions/3.12.*/bin/python")
+    for each in [shutil.which("python3.12"), *map(str, versions)]:
+        if each and subprocess.run([each, "-V"], capture_output=True, check=False).returncode == 0:
+            return each
+    pytest.skip("this machine has no Python 3.12")
 
 
 def run(*command: str | Path, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -124,6 +128,14 @@ def test_a_new_installation_says_what_it_can_do_and_makes_nothing(installed: Pat
     assert not [*tmp_path.iterdir()]
 
 
+def test_the_wheel_can_be_read_by_python_3_12(wheel: Path, tmp_path: Path) -> None:
+    programs = environment_with(wheel, tmp_path / "env", python_3_12())
+    assert "weir demo" in run(programs / "weir", home=tmp_path).stdout
+    package = next((tmp_path / "env" / "lib").glob("python3*/site-packages/weir"))
+    compiled = run(programs / "python", "-W", "error", "-m", "compileall", "-qf", package, home=tmp_path)
+    assert (compiled.returncode, compiled.stdout) == (0, "")
+
+
 def test_a_service_that_is_not_known_is_one_sentence(installed: Path, tmp_path: Path) -> None:
     refused = run(installed / "weir", "service", "gatway", home=tmp_path)
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
@@ -176,6 +188,10 @@ def test_an_installation_checks_hashes_and_goes_on_where_it_was(
         wanted.make()
     assert "5 of 5: installing SGLang into .venv-engine\n" in capsys.readouterr().err
     (locks / "engine-cpu.txt").write_text(good)
+    # An earlier pip was killed while it installed this package.
+    site = next((wanted.directory / ".venv-engine" / "lib").glob("python3*/site-packages"))
+    (site / "engine-1.0.dist-info").mkdir()
+    (site / "engine-1.0.dist-info" / "METADATA").write_text("Name: engine\nVersion: 1.0\n")
     wanted.make()
     assert "once: 1 steps" in capsys.readouterr().err
     for python, modules in (

@@ -141,7 +141,7 @@ crash: install  ## kill parts of the whole system, one after the other, then aud
 soak: .venv/installed  ## agents of all dialects, hostile ones among them, while engines die and hang (MINUTES=n SEED=n)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
 
-check: install  ## format, lint, types, imports, layout
+check: install site  ## format, lint, types, imports, layout, and the site with its links
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -156,6 +156,9 @@ run/servers/valkey-8/server: $(LOCKS)/redis-servers
 
 map:  ## the packages of the system and their files, each with the sentence that says what it is for
 	@$(PYTHON) docs/map.py
+
+site: .venv/installed run/site/env/installed  ## the documentation as a site with search, in run/site/built
+	@$(BIN)/python docs/site/build.py
 
 lock: .venv/installed  ## renew the locks of all environments (UPGRADE=--upgrade takes newer versions)
 	@$(LOCKS)/lock $(UPGRADE)
@@ -201,6 +204,12 @@ endif
 ifeq ($(TORCH),cpu)
 	@echo "$(CURDIR)/rollout_server/engine/shim" > $$(echo .venv-engine/lib/python3*/site-packages)/engine_shim.pth
 endif
+	@touch $@
+
+run/site/env/installed: $(LOCKS)/site.txt
+	@$(call new_environment,$(@D))
+	@echo "installing MkDocs into $(@D)"
+	@$(@D)/bin/python $(LOCKED) -r $<
 	@touch $@
 
 run/clients/%/installed: tests/clients/%/requirements.txt
@@ -277,4 +286,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install redis-servers map lock release licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check expected-time test test-fast test-long test-pauses $(PIECES:%=test-%) page-shots page-vendor crash soak check up status down clean
+.PHONY: help install redis-servers map site lock release licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check expected-time test test-fast test-long test-pauses $(PIECES:%=test-%) page-shots page-vendor crash soak check up status down clean

@@ -13,6 +13,7 @@ dialect     a public wire shape, such as OpenAI's chat completions: reads reques
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final
 
 from fastapi import FastAPI
 from redis.exceptions import RedisError
@@ -55,6 +56,9 @@ from rollout_queue.http.errors import ApiError, RequestIds, install_error_handle
 from rollout_queue.http.probe_routes import probes
 from rollout_queue.http.worker_processes import Siblings, Worker, private_server
 from rollout_queue.redis.availability import refusal
+
+ROUTES: Final = (agent_routes, sessions, listing, rewards, deployment, tinker_routes, page)
+"""The modules of REST routes. The agents' paths are no routes: `EdgeApp` serves them."""
 
 
 def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeApp:
@@ -99,7 +103,7 @@ def create_app(settings: GatewaySettings, worker: Worker | None = None) -> EdgeA
     app.add_middleware(JsonBodies, bodies=bodies)
     app.add_middleware(PageAccess)
     app.add_middleware(RequestIds)
-    for routes in (agent_routes, sessions, listing, rewards, deployment, tinker_routes, page):
+    for routes in ROUTES:
         # The routes as they are: `include_router` would make each one anew, at the first request, in 0.1 s.
         app.router.routes.extend(routes.router.routes)
     app.include_router(

@@ -73,7 +73,7 @@ def section(experiment: Experiment, results: Sequence[TrialResult]) -> str:
                 for name, meaning in meanings.items()
             ),
             *([fill(experiment.found, WIDTH)] if experiment.found else []),
-            f"```\npython -m results {experiment.name}\n```",
+            f"```bash\npython -m results {experiment.name}\n```",
             "\n".join(f"| {' | '.join(row)} |" for row in rows),
             "\n".join(_means(experiment, results)),
             f"![Mean reward of the last 256 episodes, by episodes]({experiment.name}.png)",

@@ -118,9 +118,14 @@ def explained_configuration() -> str:
     MalformedSettings."""
     return "\n".join(
         f"{each.path}  (default: {each.default}{f', {each.unit}' if each.unit else ''})\n    {each.sentence}"
-        for section in _sections([])
+        for section in printed_sections()
         for each in section.leaves()
     )
+
+
+def printed_sections() -> list[PrintedField]:
+    """What `weir config` prints, a group for each service. Raises MalformedSettings."""
+    return list(_sections([]))
 
 
 MOST_OF_A_COMMENT = 100

@@ -42,20 +42,19 @@ FROM_CDN = re.compile(r"https://(?:unpkg\.com|cdn\.jsdelivr\.net|fonts\.\w+\.com
 """What Material's program would load for diagrams, which the site has not."""
 
 
+def shown() -> list[str]:
+    """The files of the repository that the site has."""
+    command = ["/usr/bin/env", "git", "ls-files", "--cached", "--others", "--exclude-standard", *SHOWN]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [name for name in listed if not name.startswith(NOT_SHOWN) and (ROOT / name).is_file()]
+
+
 def stage() -> None:
     """Lay out the pages below run/site/pages."""
-    shutil.rmtree(SITE / "pages", ignore_errors=True)
-    listed = subprocess.run(
-        ["/usr/bin/env", "git", "ls-files", "--cached", "--others", "--exclude-standard", *SHOWN],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    for name in listed:
-        if not name.startswith(NOT_SHOWN) and (ROOT / name).is_file():
-            (PAGES / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, PAGES / name)
+    shutil.rmtree(PAGES, ignore_errors=True)
+    for name in shown():
+        (PAGES / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, PAGES / name)
     shutil.copyfile(ROOT / "docs/site/site.css", PAGES / "site.css")
 
 

@@ -1,39 +1,26 @@
 """The site: its navigation has every page, and its checks find what they look for."""
 
-import subprocess
+import re
 from pathlib import Path
 
-import pytest
-import yaml
-
-from docs.site.build import FROM_CDN, LANGUAGES, LOADED, NOT_SHOWN, SHOWN, languages
+from docs.site.build import FROM_CDN, LANGUAGES, LOADED, languages, shown
 from docs.site.reference import PAGES
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_navigation_has_every_page_once() -> None:
-    text = (ROOT / "docs/site/mkdocs.yml").read_text(encoding="utf-8")
-    nav = yaml.safe_load("nav:" + text.partition("\nnav:")[2])["nav"]
-    named = [page for entry in nav for value in entry.values() for page in pages_in(value)]
-    listed = subprocess.run(
-        ["git", "ls-files", *SHOWN], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-    written = {name for name in listed if name.endswith(".md") and not name.startswith(NOT_SHOWN)}
-    assert len(named) == len(set(named))
-    assert set(named) == written | {f"reference/{name}.md" for name in PAGES}
-
-
-def pages_in(value: str | list[dict[str, str]]) -> list[str]:
-    """The pages of an entry of the navigation."""
-    return [value] if isinstance(value, str) else [page for each in value for page in each.values()]
-
-
-@pytest.mark.parametrize(
-    "page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"], ids=lambda page: page.name
-)
-def test_every_code_block_has_a_known_language(page: Path) -> None:
-    assert set(languages(page.read_text(encoding="utf-8"))) <= LANGUAGES
+def test_the_navigation_has_every_page_once_and_every_code_block_a_language() -> None:
+    nav = (ROOT / "docs/site/mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    written = [name for name in shown() if name.endswith(".md")]
+    assert sorted(re.findall(r"\S+\.md", nav)) == sorted(
+        [*written, *(f"reference/{name}.md" for name in PAGES)]
+    )
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in written}
+    assert not {
+        name: set(languages(text)) - LANGUAGES
+        for name, text in texts.items()
+        if set(languages(text)) - LANGUAGES
+    }
 
 
 def test_the_checks_find_a_missing_language_and_a_foreign_host() -> None:

@@ -118,14 +118,14 @@ def explained_configuration() -> str:
     MalformedSettings."""
     return "\n".join(
         f"{each.path}  (default: {each.default}{f', {each.unit}' if each.unit else ''})\n    {each.sentence}"
-        for section in printed_sections()
+        for section in _sections([])
         for each in section.leaves()
     )
 
 
-def printed_sections() -> list[PrintedField]:
-    """What `weir config` prints, a group for each service. Raises MalformedSettings."""
-    return list(_sections([]))
+def every_section() -> list[PrintedField]:
+    """All fields, the hidden ones too, a group for each service. Raises MalformedSettings."""
+    return list(_sections([], hidden_too=True))
 
 
 MOST_OF_A_COMMENT = 100
@@ -145,19 +145,18 @@ def _yaml_of(shown: PrintedField, indent: str) -> Iterator[str]:
     yield from (f"{indent}{line}" for line in rest)
 
 
-def _sections(left_out: list[str]) -> Iterator[PrintedField]:
+def _sections(left_out: list[str], hidden_too: bool = False) -> Iterator[PrintedField]:
     said = set[str]()
     for kind in service_settings():
         settings, values = _section(kind)
         public = _public(values, kind.section, left_out)
-        yield PrintedField(
-            kind.section, None, tuple(_fields(settings, public, f"{kind.section}.", said)), None, "", ""
-        )
+        fields = tuple(_fields(settings, public, f"{kind.section}.", said, hidden_too))
+        yield PrintedField(kind.section, None, fields, None, "", "")
         said |= SHORT_NAMES & kind.model_fields.keys()
 
 
 def _fields(
-    settings: BaseModel, values: Mapping[str, Any], place: str, said: set[str]
+    settings: BaseModel, values: Mapping[str, Any], place: str, said: set[str], hidden_too: bool
 ) -> Iterator[PrintedField]:
     """The fields of a section or group that are printed. `said` are the names that an earlier section has
     printed; WEIR_{NAME} sets such a field for all of them."""
@@ -165,15 +164,15 @@ def _fields(
     for name, info in kind.model_fields.items():
         given = getattr(settings, name)
         default = info.get_default(call_default_factory=True, validated_data=settings.__dict__)
-        hidden = any(isinstance(each, Hidden) for each in info.metadata) or name in said
-        if name not in values or (hidden and given == default):
+        hidden = not hidden_too and any(isinstance(each, Hidden) for each in info.metadata)
+        if name not in values or ((hidden or name in said) and given == default):
             continue
         sentence = sentence_of_field(kind, name, info)
         if name in SHORT_NAMES and name not in said:
             sentence += f" For all services: WEIR_{name.upper()}."
         inner: tuple[PrintedField, ...] = ()
         if isinstance(given, BaseModel):
-            inner = tuple(_fields(given, values[name], f"{place}{name}.", set()))
+            inner = tuple(_fields(given, values[name], f"{place}{name}.", set(), hidden_too))
             if not inner:
                 continue
         yield PrintedField(
@@ -241,6 +240,16 @@ COMMON = {
     "overlong": "How answers near the longest length lose reward; null: not at all.",
     "max_rows": "The most rows of one step.",
     "mode": "Over what the losses of tokens are averaged.",
+    "least": "The least number of calls that a server may have.",
+    "fetch_timeout_s": "How long the host of an image may take.",
+    "reward_groups": "How many groups make a mean of `reward_drop`.",
+    "row_bytes": "Largest row of a file.",
+    "gateway_port": "The gateway's `port`.",
+    "rollout_port": "The rollout server's `port`.",
+    "rollout_id": "The rollout server's `id`.",
+    "engine_port": "The engine's port.",
+    "trainer_port": "The trainer's `port`.",
+    "rewards_port": "The reward service's `port`.",
 }
 """What fields mean that several sections have, where a section says nothing else of them."""
 

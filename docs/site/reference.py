@@ -15,7 +15,7 @@ from gateway.app import ROUTES
 from gateway.rest.openapi import openapi_document
 from rollout_queue.http.api_page import REFUSED
 from weir.__main__ import app as command_line
-from weir.configuration import printed_sections
+from weir.configuration import every_section
 
 SERVICES = {
     "gateway": "What agents meet",
@@ -36,7 +36,7 @@ def settings_page() -> Iterator[str]:
     yield "# Settings\n"
     yield "Each field is also a variable: `gateway.port` is `WEIR_GATEWAY__PORT`. `weir config` prints"
     yield "the values of a machine, `weir config --explain` this table. What several have stands once.\n"
-    for section in printed_sections():
+    for section in every_section():
         yield f"## {section.name}\n\n{SERVICES[section.name]}.\n\n| setting | default | |\n|---|---|---|"
         for each in section.leaves():
             name = each.path.removeprefix(f"{section.name}.")

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from docs.site.build import FROM_CDN, LANGUAGES, LOADED, languages, shown
-from docs.site.reference import PAGES
+from docs.site.reference import PAGES, settings_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +21,12 @@ def test_the_navigation_has_every_page_once_and_every_code_block_a_language() ->
         for name, text in texts.items()
         if set(languages(text)) - LANGUAGES
     }
+
+
+def test_every_setting_has_a_sentence() -> None:
+    rows = [row.strip("| ").split(" | ", 2) for row in settings_page() if row.startswith("| `")]
+    assert len(rows) > 350
+    assert not [row[0] for row in rows if len(row) != 3 or not row[2].strip()]
 
 
 def test_the_checks_find_a_missing_language_and_a_foreign_host() -> None:

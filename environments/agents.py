@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from openai import APIStatusError, AsyncOpenAI, OpenAIError
+from openai import AsyncOpenAI, OpenAIError
 from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageToolCallUnion
 
 from environments.environment import (
@@ -21,7 +21,7 @@ from environments.environment import (
     TurnReward,
 )
 from environments.episodes import Seat
-from environments.errors import EnvironmentFault
+from environments.errors import CONTEXT_IS_FULL, EnvironmentFault, fills_context
 from environments.session_client import SessionClient
 from rollout_queue import clock
 
@@ -134,8 +134,6 @@ def player_of(agents: list[Agent], number: int) -> Agent:
 Loop = Callable[..., Awaitable[Step]]
 """`play(agents, environment, task, max_turns)` of a module in `loops/`, or of the user."""
 
-CONTEXT_IS_FULL = "context_length_exceeded"
-
 
 class LoopedEpisodes:
     """Plays episodes of one source with one loop."""
@@ -174,8 +172,8 @@ class LoopedEpisodes:
         except EnvironmentFault as error:
             return "failed", f"environment: {error}"
         except OpenAIError as error:
-            if isinstance(error, APIStatusError) and error.code == CONTEXT_IS_FULL:
-                return "truncated", "the conversation does not fit into the model's context"
+            if fills_context(error):
+                return "truncated", CONTEXT_IS_FULL
             return "failed", f"model: {type(error).__name__}: {error}"
         finally:
             await environment.close()

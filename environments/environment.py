@@ -2,8 +2,6 @@
 says for each agent how the episode ended.
 """
 
-import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -51,25 +49,11 @@ class EpisodeOutcome:
         return sum(given) if given else None
 
 
-ALLOWED = re.compile(r"[A-Za-z0-9._:@~=+-]{1,200}")
-NOT_ALLOWED = re.compile(r"[^A-Za-z0-9._:@~=+-]+")
-
-
 class Task(msgspec.Struct, frozen=True):
     """`data` goes to the environment's `reset` unchanged; `id` is the `task_id` of the sessions."""
 
     id: str
     data: dict[str, Any]
-
-
-def task_id(name: str, *parts: object) -> str:
-    """An id that the gateway accepts. Another character becomes "-", and a digest then keeps the ids
-    apart."""
-    given = ":".join((name, *(str(part) for part in parts)))
-    if ALLOWED.fullmatch(given):
-        return given
-    digest = hashlib.sha256(given.encode()).hexdigest()[:12]
-    return f"{NOT_ALLOWED.sub('-', given)[:180]}-{digest}"
 
 
 Message = dict[str, Any]

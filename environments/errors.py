@@ -27,3 +27,16 @@ class SessionRefused(GatewayFault):
 
 class RunStopped(Exception):
     """The run ended early, for the reason in the message."""
+
+
+CONTEXT_IS_FULL = "the conversation does not fit into the model's context"
+"""Why an episode was truncated that `fills_context`."""
+
+
+def fills_context(error: BaseException) -> bool:
+    """Whether the gateway has refused a call because of its length: an error of OpenAI's client has its code,
+    one of Anthropic's the reply."""
+    body = getattr(error, "body", None)
+    inner = body.get("error") if isinstance(body, dict) else None
+    codes = (getattr(error, "code", None), inner.get("code") if isinstance(inner, dict) else None)
+    return "context_length_exceeded" in codes

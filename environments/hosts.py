@@ -28,9 +28,10 @@ from typing import Any, Self
 import msgspec
 import psutil
 
-from environments.environment import Description, Environment, Step, Task, task_id
+from environments.environment import Description, Environment, Step, Task
 from environments.errors import EnvironmentFault, HostDied, UnknownEnvironment
 from environments.programs.host_answers import MOST_LINE
+from environments.task_ids import task_id
 from rollout_queue import clock
 
 PROGRAMS = Path(__file__).parent / "programs"

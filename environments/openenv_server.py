@@ -21,10 +21,11 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from environments.environment import Description, Environment, Message, Step, Task, task_id
+from environments.environment import Description, Environment, Message, Step, Task
 from environments.errors import EnvironmentFault, NoAction, UnknownEnvironment
 from environments.openenv_connection import MOST_MESSAGE, ActionSchema, EpisodeConnection, WaitingLine
 from environments.settings import RunSettings
+from environments.task_ids import task_id
 from rollout_queue.foreign_json import read_json
 
 RESETS_WITHIN_S = 120.0

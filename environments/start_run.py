@@ -21,6 +21,7 @@ from environments.episode_group import PlayedBefore, unfinished_groups
 from environments.episodes import EpisodePlayer, LibraryEpisodes, Plays, SeatPlan, one_address, own_addresses
 from environments.errors import RunStopped, UnknownEnvironment
 from environments.hosts import PLAY_THEMSELVES, HostedEnvironments, HostedLibrary, host_command, tools_command
+from environments.intervals import judged
 from environments.openenv_server import OpenEnvServer
 from environments.results import (
     EpisodeEnded,
@@ -30,7 +31,6 @@ from environments.results import (
     draw_evaluations,
     each_entry,
     each_episode,
-    judged,
     with_versions,
     write_document,
 )

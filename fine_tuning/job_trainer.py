@@ -21,13 +21,14 @@ from typing import Any, NoReturn
 from openai import APIStatusError
 from openai.types.chat import ChatCompletionMessage
 
-from environments.agents import CONTEXT_IS_FULL, Agent
-from environments.environment import Description, Step, Task, task_id
-from environments.errors import EnvironmentFault, GatewayFault, RunStopped
+from environments.agents import Agent
+from environments.environment import Description, Step, Task
+from environments.errors import EnvironmentFault, GatewayFault, RunStopped, fills_context
 from environments.results import each_episode, with_versions
 from environments.run import Run, RunFigures
 from environments.settings import Mode, RunSettings
 from environments.start_run import RunPlace, opened_run, read_run
+from environments.task_ids import task_id
 from fine_tuning.jobs import FineTuningJob, JobCheckpoint, JobEvent, JobStore
 from fine_tuning.served_versions import GatewaySilent, PolicyWatch, answered
 from fine_tuning.settings import FineTuningSettings
@@ -153,7 +154,7 @@ async def answer_once(agents: list[Agent], environment: RowEnvironment, task: Ta
     except TimeoutError as error:
         raise EnvironmentFault(f"no answer with a grade within {environment.answer_s} s") from error
     except APIStatusError as error:
-        if error.code != CONTEXT_IS_FULL:
+        if not fills_context(error):
             raise
         raise EnvironmentFault("the row does not fit into the model's context") from error
     agent.earns(step.reward, step.ended)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
-from environments.results import judged
+from environments.intervals import judged
 from environments.settings import Mode, RunSettings
 from rollout_queue import clock
 from weir.errors import StackError
@@ -116,7 +116,8 @@ def compare_runs(
     other: Annotated[Path, typer.Argument(help="directory of another one", exists=True, file_okay=False)],
 ) -> None:
     """Compare two evaluations task by task: the mean difference of their rewards, with its 95 % interval."""
-    from environments.results import each_episode, paired_difference, rewards_by_task
+    from environments.intervals import paired_difference
+    from environments.results import each_episode, rewards_by_task
 
     one_rewards, other_rewards = (rewards_by_task(each_episode(run)) for run in (one, other))
     try:

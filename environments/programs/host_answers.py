@@ -140,9 +140,10 @@ def number(value: Any) -> float | None:
     """A finite number, or None. Raises ValueError for NaN and infinity: they must not become rewards."""
     if value is None:
         return None
-    if not math.isfinite(value := float(value)):
-        raise ValueError(f"a reward must be finite, not {value}")
-    return value
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError(f"a reward must be finite, not {found}")
+    return found
 
 
 def metrics(info: Any) -> dict[str, float]:

@@ -3,17 +3,19 @@
 patient_client  OpenAI's: it makes the attempts itself, and here is decided how long it goes on
 PatientClient   httpx's, for a library whose client makes no attempts
 
-Attempts are marked with the number that the gateway reads. This module needs only `httpx`, `openai` and the
-standard library.
+Attempts are marked with the number that the gateway reads. This module needs only `httpx` and the standard
+library, and `patient_client` the library `openai`.
 """
 
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 FOR_LOAD = (429, 503)
 SHOULD_RETRY = "x-should-retry"
@@ -38,9 +40,11 @@ calls: ContextVar[ModelCall | None] = ContextVar("calls", default=None)
 """All attempts of a call are made in one task."""
 
 
-def patient_client(waits_s: float, now: Callable[[], float], answer_s: float, **given: Any) -> AsyncOpenAI:
+def patient_client(waits_s: float, now: Callable[[], float], answer_s: float, **given: Any) -> "AsyncOpenAI":
     """A client whose calls are made again for `waits_s` seconds. The time of attempts that are refused for
     load counts, that of an answer that is lost does not. `now` is a monotonic clock."""
+
+    from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient
 
     async def asks(request: Any) -> None:
         call = calls.get()

@@ -21,7 +21,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from environments.results import mean_interval
+from environments.intervals import mean_interval
 
 PROGRAMS = Path("environments/programs")
 KINDS = {"python": "python_class", "reasoning_gym": "with_reasoning_gym"}

@@ -86,6 +86,32 @@ def test_modules_that_load_quickly_import_no_heavy_library() -> None:
     assert not loaded & {*TORCH_FAMILY, "matplotlib", "pyarrow"}
 
 
+def test_the_client_library_imports_httpx_alone() -> None:
+    asked = (
+        "import sys, httpx; before = set(sys.modules); import weir.client; print(*{*sys.modules} - before)"
+    )
+    command = [sys.executable, "-c", asked]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    foreign = {name.split(".")[0] for name in loaded} - sys.stdlib_module_names
+    assert "weir.client.agent_sessions" in loaded
+    assert foreign == {"environments", "rollout_queue", "weir"}
+    assert {name for name in loaded if name.startswith(("environments.", "rollout_queue."))} == {
+        "environments.errors",
+        "environments.intervals",
+        "environments.programs",
+        "environments.programs.patience",
+        "environments.task_ids",
+        "rollout_queue.clock",
+    }
+    assert not [name for name in loaded if name.startswith("weir.stack")]
+
+
+def test_the_names_of_the_client_library_cost_the_command_line_nothing() -> None:
+    asked = "import sys, weir; before = set(sys.modules); weir.session; print(*{*sys.modules} - before)"
+    loaded = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    assert {"weir.client", "httpx"} <= set(loaded.split()), "they are loaded when they are used"
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_only_the_trainer_and_shims_import_torch(package: str) -> None:
     guests = {

@@ -158,6 +158,27 @@ def test_with_all_packages_commands_run_where_they_are(installed: Path, tmp_path
         (site / "all.pth").unlink()
 
 
+def test_a_users_program_needs_httpx_alone_and_may_have_packages_of_our_names(
+    installed: Path, tmp_path: Path
+) -> None:
+    site = next((installed.parent / "lib").glob("python3*/site-packages"))
+    ours = Path(sysconfig.get_path("purelib"))
+    names = ("anyio", "certifi", "h11", "httpcore", "httpx", "idna", "sniffio", "typing_extensions.py")
+    for name in names:
+        if (ours / name).exists():
+            (site / name).symlink_to(ours / name)
+    (tmp_path / "environments.py").write_text("MINE = True\n")
+    program = "import weir, environments; weir.session; print(environments.MINE, weir.client.__file__)"
+    try:
+        shown = run(installed / "python", "-c", program, home=tmp_path)
+        asked = run(installed / "python", "-c", "import weir; weir.session().__enter__()", home=tmp_path)
+    finally:
+        for name in names:
+            (site / name).unlink(missing_ok=True)
+    assert shown.stdout.startswith(f"True {site}"), shown.stderr
+    assert "GatewayFault: no gateway is known" in asked.stderr
+
+
 def tiny_wheel(folder: Path, name: str) -> str:
     """A wheel with one empty module, and the lock that installs it."""
     path = folder / f"{name}-1.0-py3-none-any.whl"

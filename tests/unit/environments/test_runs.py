@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from environments.agents import LoopedEpisodes
-from environments.environment import Step, Task, task_id
+from environments.environment import Step, Task
 from environments.episodes import EpisodePlayer, Seat
-from environments.results import draw, draw_evaluations, mean_interval, paired_difference, pass_at_k, wilson
+from environments.intervals import mean_interval, paired_difference, pass_at_k, wilson
+from environments.results import draw, draw_evaluations
 from environments.session_client import LONGEST_PAUSE_S, pause_after
+from environments.task_ids import task_id
 from environments.task_order import TaskOrder
 from tests.support.environments.nothing import NoEnvironments
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.kubernetes.pods import pods_of, ports
+from tests.support.kubernetes.pods import Pod, pods_of, ports
 from tests.support.kubernetes.rendered import ROOT, SOURCE, Object, of_kind
 
 MONITORING = SOURCE / "monitoring"
@@ -87,6 +87,69 @@ def filled(name: str) -> str:
     return query
 
 
+def jobs(pods: dict[str, Pod]) -> dict[tuple[str, str], str]:
+    """The job of each port that Prometheus reads, by the relabelling of its part: (pod, port) and the job."""
+    document = yaml.safe_load((MONITORING / "prometheus.yaml").read_text(encoding="utf-8"))
+    (scraped,) = document["scrape_configs"]
+    found = {}
+    for name, pod in pods.items():
+        for port in ports(pod.main):
+            target = {"job": scraped["job_name"], "__meta_kubernetes_pod_container_port_name": port}
+            for label, value in pod.labels.items():
+                target["__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", label)] = value
+            if relabelled(target, scraped["relabel_configs"]):
+                found[name, port] = target["job"]
+    return found
+
+
+def relabelled(target: dict[str, str], rules: list[dict[str, Any]]) -> bool:
+    """Whether Prometheus keeps the target. Changes its labels."""
+    for rule in rules:
+        value = ";".join(target.get(label, "") for label in rule["source_labels"])
+        matches = re.fullmatch(rule.get("regex", ".*"), value) is not None
+        if rule.get("action") in ("keep", "drop"):
+            if matches is (rule["action"] == "drop"):
+                return False
+        elif matches:
+            target[rule["target_label"]] = rule.get("replacement", value)
+    return True
+
+
+@promtool
+@pytest.mark.parametrize("away", ["", "gateway", "rollout-server", "trainer"])
+def test_the_alerts_are_for_the_jobs_that_prometheus_reads(
+    overlays: dict[str, list[Object]], away: str, tmp_path: Path
+) -> None:
+    """While all pods answer, none fires; else the one of the service that is away."""
+    alerts = {
+        "gateway": ("WeirGatewayDown", {"severity": "critical"}),
+        "rollout-server": ("WeirRolloutServerDown", {"severity": "warning"}),
+        "trainer": ("WeirTrainerDown", {"severity": "critical"}),
+    }
+    rules = ROOT / "deploy" / "observe" / "prometheus" / "rules.yml"
+    document = yaml.safe_load(rules.read_text(encoding="utf-8"))
+    of_up = [each for group in document["groups"] for each in group["rules"] if "up{job=" in each["expr"]]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "up", "rules": of_up}]}))
+    found = jobs(pods_of(overlays["fleet"]))
+    series = [
+        {"series": f'up{{job="{job}"}}', "values": f"{int(name != away)}x30"}
+        for (name, port), job in found.items()
+    ]
+    expected = []
+    for rule in of_up:
+        name, labels = next((each for each in alerts.values() if each[0] == rule["alert"]), ("", {}))
+        fires = away and alerts[away][0] == name
+        given = {"exp_labels": labels | {"job": found.get((away, "http"), "")}}
+        given |= {"exp_annotations": rule["annotations"]}
+        expected.append(
+            {"eval_time": "20m", "alertname": rule["alert"], "exp_alerts": [given] if fires else []}
+        )
+    assert {each["alert"] for each in of_up} >= {name for name, _ in alerts.values()}
+    test = {"interval": "1m", "input_series": series, "alert_rule_test": expected}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "tests": [test]}))
+    check(["promtool", "test", "rules", "test.yml"], tmp_path)
+
+
 @promtool
 def test_prometheus_reads_its_part(tmp_path: Path) -> None:
     """Debian's Prometheus cannot ask Kubernetes for its targets, so it gets others."""
@@ -99,17 +162,12 @@ def test_prometheus_reads_its_part(tmp_path: Path) -> None:
 
 
 def test_prometheus_finds_the_ports_of_all_services(overlays: dict[str, list[Object]]) -> None:
-    document = yaml.safe_load((MONITORING / "prometheus.yaml").read_text(encoding="utf-8"))
-    rules = document["scrape_configs"][0]["relabel_configs"]
-    (wanted,) = (each["regex"] for each in rules if "port_name" in each["source_labels"][0])
-    found = {
-        (name, port)
-        for name, pod in pods_of(overlays["fleet"]).items()
-        for port in ports(pod.main)
-        if re.fullmatch(wanted, port)
+    assert jobs(pods_of(overlays["fleet"])) == {
+        ("gateway", "http"): "gateway",
+        ("rollout-server", "http"): "rollout_server",
+        ("rollout-server", "engine"): "engine",
+        ("trainer", "http"): "trainer",
     }
-    services = {("gateway", "http"), ("rollout-server", "http"), ("trainer", "http")}
-    assert found == services | {("rollout-server", "engine")}
 
 
 def check(command: list[str], folder: Path) -> None:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import os
+import runpy
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,9 +94,8 @@ def test_pods_that_need_a_name_of_their_own_have_a_headless_service(objects: lis
     services = of_kind(objects, "Service")
     for each in of_kind(objects, "StatefulSet").values():
         assert each["spec"]["serviceName"] in services
-    for job in of_kind(objects, "Job").values():
-        if "subdomain" in (spec := job["spec"]["template"]["spec"]):
-            service = services[spec["subdomain"]]["spec"]
+        if each["spec"]["replicas"] > 1:
+            service = services[each["spec"]["serviceName"]]["spec"]
             assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
 
 
@@ -153,3 +153,34 @@ def made(folder: Path) -> str:
     command = [str(SOURCE / "make-secrets"), str(folder)]
     assert os.access(command[0], os.X_OK)
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_what_only_operators_read_is_no_path_of_the_public_ingress(overlays: dict[str, list[Object]]) -> None:
+    found = named(overlays["fleet"], "Ingress", "gateway-operators")
+    paths = [each["path"] for each in found["spec"]["rules"][0]["http"]["paths"]]
+    assert paths == ["/metrics", "/docs", "/openapi.json"]
+    asked = found["metadata"]["annotations"]["nginx.ingress.kubernetes.io/auth-url"]
+    assert asked == "http://gateway.weir.svc.cluster.local:8000/admin/policies/serving"
+
+
+def test_another_model_is_another_job_and_no_volume_takes_two(
+    overlays: dict[str, list[Object]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {pods_of(objects)["model"].workload for objects in overlays.values()}
+    assert names == {"Job/model-demo", "Job/model-qwen3-1-7b", "Job/model-qwen3-8b"}
+    script = runpy.run_path(str(SOURCE / "hub-model" / "fetch_model.py"))
+    fetch = script["main"]
+    fetched: list[str] = []
+
+    def download(repository: str, revision: str, local_dir: Path, allow_patterns: list[str]) -> None:
+        fetched.append(repository)
+        local_dir.mkdir()
+        (local_dir / "config.json").touch()
+
+    fetch.__globals__.update({"MODEL_DIR": tmp_path, "snapshot_download": download})
+    fetch("Qwen/Qwen3-1.7B")
+    fetch("Qwen/Qwen3-1.7B")
+    assert "is there" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"is Qwen/Qwen3-1.7B@main, not Qwen/Qwen3-8B@main: train another"):
+        fetch("Qwen/Qwen3-8B")
+    assert fetched == ["Qwen/Qwen3-1.7B"]

@@ -92,7 +92,7 @@ def test_the_command_of_the_job_starts_a_trainer_over_two_hosts(
         pair.train(launchers)
         assert not set(before) & set(pair.ranks())
         wait_until(lambda: pair.saved_step() == 2)
-        # The kubelet ends a pod by a signal to torchrun. Not 0: the Job has to make the pod again.
+        # The kubelet ends a pod by a signal to torchrun. Not 0: it did not end by itself.
         for process in launchers.processes:
             process.send_signal(signal.SIGTERM)
         assert 0 not in launchers.wait(PATIENCE_S + 60)

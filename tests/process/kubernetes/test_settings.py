@@ -1,5 +1,6 @@
 """Every variable names a setting of its service, and the services find each other."""
 
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -55,11 +56,18 @@ def test_every_service_accepts_what_it_is_given(
 
 
 def settings_of_file(objects: list[Object]) -> dict[str, object]:
-    (found,) = (
-        each["data"] for name, each in of_kind(objects, "ConfigMap").items() if name.startswith("weir-")
-    )
-    settings: dict[str, object] = yaml.safe_load(found["weir.yaml"])
-    assert set(settings) <= {kind.section for kind in KINDS.values()}
+    """The sections of all services. Each is in a ConfigMap of its service, so that a change restarts one."""
+    settings: dict[str, object] = {}
+    for name, kind in KINDS.items():
+        (found,) = (
+            each
+            for each in of_kind(objects, "ConfigMap").values()
+            if re.fullmatch(rf"weir-{name}-\w+", each["metadata"]["name"])
+        )
+        assert found["metadata"]["labels"]["app.kubernetes.io/name"] == name
+        section = yaml.safe_load(found["data"]["weir.yaml"])
+        assert section.keys() == {kind.section}
+        settings |= section
     return settings
 
 
@@ -112,5 +120,6 @@ def test_the_demo_has_the_settings_of_the_demo_and_no_section_is_unknown(
 ) -> None:
     settings = {name: settings_of_file(objects) for name, objects in overlays.items()}
     expected = services_of_demo(0)
+    assert settings["cpu-demo"].pop("gateway") == {}
     expected["rollout_server"] |= {"engine_device": "cpu", "boot_timeout_s": 3600}
     assert settings["cpu-demo"] == expected

@@ -8,7 +8,7 @@ from tests.support.kubernetes.rendered import Object
 
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 FIRST_POD = "trainer-0.trainer-ranks"
-"""The name of the first pod of the fleet's Job."""
+"""The name of the first pod of the fleet's trainer."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Pod:
 
     @property
     def name(self) -> str:
-        return self.workload.partition("/")[2]
+        return self.labels["app.kubernetes.io/name"]
 
     @property
     def runs_on(self) -> bool:
         """Whether it is to run until somebody ends it."""
-        return not self.workload.startswith("Job/") or self.name == "trainer"
+        return not self.workload.startswith("Job/")
 
     @property
     def main(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Pod:
 
 
 def pods_of(objects: list[Object]) -> dict[str, Pod]:
-    """The pods by their workload's name, which is unique in each overlay."""
+    """The pods by the name in their labels, which is unique in each overlay."""
     found = {}
     for each in objects:
         if each["kind"] in WORKLOADS:
@@ -59,7 +59,7 @@ def pods_of(objects: list[Object]) -> dict[str, Pod]:
                 claim["metadata"]["name"]: claim for claim in each["spec"].get("volumeClaimTemplates", [])
             }
             pod = Pod(f"{each['kind']}/{name}", template["metadata"]["labels"], template["spec"], claims)
-            found[name] = pod
+            found[pod.name] = pod
     return found
 
 

@@ -106,7 +106,12 @@ CASES = (
         {"weir_trained_version": "9x70", "weir_serving_version": "5x70"},
     ),
     gauge("WeirVersionsHeld", "weir_versions_held", "1", "0"),
-    down("WeirTrainerDown", "trainer"),
+    Case(
+        "WeirTrainerDown",  # of its ranks, one listens
+        {'up{job="trainer",instance="a"}': "1x50 0x20", 'up{job="trainer",instance="b"}': "0x70"},
+        {'up{job="trainer",instance="a"}': "1x70", 'up{job="trainer",instance="b"}': "0x70"},
+        {"job": "trainer"},
+    ),
     Case(
         "WeirTrainerSilent",
         {"weir_trainer_seen_timestamp_seconds": "0+60x50 3000x20"},

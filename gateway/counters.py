@@ -71,6 +71,7 @@ class CallFigures:
         "gaps",
         "ignoring",
         "in_flight",
+        "joined",
         "parse",
         "read",
         "record",
@@ -87,6 +88,8 @@ class CallFigures:
         self.in_flight = 0
         self.ignoring = 0
         """Calls with fields that the gateway did not know, and ignored."""
+        self.joined = 0
+        """Calls that joined a call in flight, which they repeat. The worker that serves it counts them."""
         self.first_token = Distribution(SECONDS)
         self.gaps = Distribution(GAP_SECONDS)
         self.engine_wait = Distribution(SECONDS)

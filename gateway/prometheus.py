@@ -227,6 +227,9 @@ class CallCollector(Collector):
             "Calls with fields that the gateway did not know, and ignored",
             labels=["dialect"],
         )
+        joined = CounterMetricFamily(
+            "weir_joined_calls", "Calls that joined a call in flight, which they repeat", labels=["dialect"]
+        )
         first = _histogram("weir_first_token_seconds", "Seconds from a stream's request to its first token")
         gaps = _histogram(
             "weir_token_gap_seconds", "Seconds between two events of a stream, without heartbeats"
@@ -240,11 +243,12 @@ class CallCollector(Collector):
                 responses.add_metric((dialect, str(status)), count)
             in_flight.add_metric([dialect], each.in_flight)
             ignoring.add_metric([dialect], each.ignoring)
+            joined.add_metric([dialect], each.joined)
             for family, found in ((first, each.first_token), (gaps, each.gaps), (wait, each.engine_wait)):
                 _add(family, found, dialect)
             for part, spent in each.parts.items():
                 parts.add_metric((dialect, part), spent.runs, spent.seconds)
-        yield from (responses, in_flight, ignoring, first, gaps, wait, parts)
+        yield from (responses, in_flight, ignoring, joined, first, gaps, wait, parts)
 
 
 class DistributionCollector(Collector):

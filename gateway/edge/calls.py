@@ -276,6 +276,7 @@ class InFlightCall:
         if attempt > self.latest_attempt:
             self.latest_attempt, self.joined_at = attempt, clock.now()
         self.readers += 1
+        self.figures.joined += 1
         self._cancel_stop()
         self.wake()
 

@@ -120,7 +120,9 @@ def serves(gateway: RunningGateway) -> bool:
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_retry_joins_its_call_at_whatever_worker(gateway: RunningGateway, stream: bool) -> None:
     session = gateway.session()
+    before = joined(gateway)
     calls = attempts(gateway, session, stream=stream)
+    wait_until(lambda: joined(gateway) == before + ATTEMPTS - 1)
     let_on(gateway)
     heard = [call.answer() for call in calls]
     assert {status for status, _ in heard} == {200}
@@ -143,6 +145,10 @@ def in_flight(gateway: RunningGateway) -> float:
     """Calls of agents. The worker that has a call's client counts the call."""
     found = samples(gateway, "weir_calls_in_flight")
     return sum(count for labels, count in found.items() if dict(labels)["dialect"] == "chat")
+
+
+def joined(gateway: RunningGateway) -> float:
+    return sum(samples(gateway, "weir_joined_calls_total").values())
 
 
 def content(body: bytes) -> bytes:

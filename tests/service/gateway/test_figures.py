@@ -26,6 +26,7 @@ WHOLE = {"token_ids": ("/inference/v1/generate", {"token_ids": [5, 6, 7]})}
 PARTS = {"read", "session", "render", "tokenize", "wait", "sample", "parse", "record"}
 WITHOUT_SAMPLE = {"weir_engine_kv_usage", "weir_engine_limit"}
 """They have no sample while no engine says its usage, and no server has a limit."""
+JOINED = "weir_joined_calls_total"
 Figures = dict[tuple[str, ...], float]
 
 
@@ -145,6 +146,27 @@ def test_a_call_is_in_flight_until_its_end_and_counts_as_499_if_its_client_leave
     let_on(gated)
     staying.completion()
     wait_until(lambda: figures(gated)["weir_calls_in_flight", "chat"] == 0)
+
+
+def test_a_retry_counts_if_it_joins_a_call_in_flight_and_no_other_call_does(gated: RunningGateway) -> None:
+    def joined() -> Figures:
+        return {key[1:]: value for key, value in figures(gated).items() if key[0] == JOINED}
+
+    session = gated.session()
+    calls = [Call(gated, session), Call(gated, session)]  # the second is no retry, but a call of its own
+    asked(gated, 2)
+    before = joined()
+    calls.append(Call(gated, session, attempt=1, temperature=0.5))  # repeats none of them
+    asked(gated, 3)
+    assert joined() == before
+    calls += [Call(gated, session, attempt) for attempt in (1, 2)]
+    more = {**before, ("chat",): before["chat",] + 2}
+    wait_until(lambda: joined() == more)
+    let_on(gated)
+    for call in calls:
+        call.completion()
+    Call(gated, session, attempt=3).completion()  # nothing is in flight
+    assert joined() == more
 
 
 def test_a_call_that_no_engine_takes_has_waited(backends: Backends) -> None:

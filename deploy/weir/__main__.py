@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -32,6 +32,8 @@ console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)
 
 DEMO_RUN_DIR = Path("run/demo")
+RealModel = Literal["smollm2"]
+"""The models that `weir demo --model` can fetch."""
 IMPORT_TIMEOUT_S = 60.0
 """How long Redis may take for one session."""
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -167,15 +169,26 @@ def show_config(
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option("--seed", help="seed of the model, the tasks and the sampling")] = 0,
+    model: Annotated[
+        RealModel | None,
+        typer.Option("--model", help="a model that others have trained, which learns to write JSON"),
+    ] = None,
     config: Config = None,
     run_dir: RunDir = None,
 ) -> None:
-    """Train a tiny model to use its tool, on this machine, with a live view."""
+    """Train a tiny model, or a real one (--model), on this machine, and show what it has learned."""
     use(config, own_file=False)
-    from weir.demo.run_demo import run  # slow to import, because of matplotlib and openai
     from weir.demo.settings import on_own_ports
 
-    raise typer.Exit(run(on_own_ports(settings_from(config, run_dir=run_dir or DEMO_RUN_DIR)), seed))
+    settings = on_own_ports(settings_from(config, run_dir=run_dir or DEMO_RUN_DIR))
+    if model is None:
+        from weir.demo.run_demo import run  # slow to import, because of matplotlib and openai
+
+        raise typer.Exit(run(settings, seed))
+    from weir.demo.real_demo import run as run_real
+
+    if not run_real(settings, seed, lambda line: console.print(line, highlight=False, markup=False)):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -33,3 +33,19 @@ def test_the_demo_learns_and_cleans_up(tmp_path: Path) -> None:
     assert (tmp_path / "reward.png").stat().st_size > 10_000
     commands = [str(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(tmp_path) in command]
+
+
+def test_a_model_that_others_have_trained_learns_to_write_json(tmp_path: Path) -> None:
+    ports = {name: str(free_port()) for name in PORTS}
+    command = [sys.executable, "-m", "weir", "demo", "--model", "smollm2", "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | ports, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    told = done.stdout.splitlines()
+    assert sum(line.startswith("asked:  ") for line in told) == 3
+    before, after = (
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("before", "after")
+    )
+    assert before["reward"]["high"] < after["reward"]["low"]
+    assert len(before["tasks"]) == len(after["tasks"]) == 64
+    assert {task["task_id"] for task in before["tasks"]} == {task["task_id"] for task in after["tasks"]}
+    assert set(before["versions"]) == {"0"}

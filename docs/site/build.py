@@ -22,6 +22,7 @@ SHOWN = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "AGENTS.md",
     "docs/*",
     "queue/README.md",
     "results/*.md",

@@ -26,6 +26,7 @@ SERVICES = {
     "stack": "What `weir up` starts",
 }
 PYTHON_API = {
+    "weir.client": "What an agent's program imports. It needs httpx alone.",
     "environments.environment": "What an environment of your own is made of.",
 }
 """The modules that users' code meets, and what each is for."""

@@ -56,7 +56,8 @@ def stage() -> None:
     for name in shown():
         (PAGES / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, PAGES / name)
-    shutil.copyfile(ROOT / "docs/site/site.css", PAGES / "site.css")
+    for name in ("site.css", "site.js"):
+        shutil.copyfile(ROOT / "docs/site" / name, PAGES / name)
 
 
 def languages(text: str) -> list[str]:

@@ -111,9 +111,9 @@ def test_every_dependency_has_a_reason() -> None:
     assert all("==" in pin for pin in pins)
 
 
-def test_the_ten_lines_of_the_readme_are_the_example() -> None:
+def test_the_five_lines_of_the_readme_are_the_example() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    example = (ROOT / "examples/ten_lines.py").read_text(encoding="utf-8")
+    example = (ROOT / "examples/five_lines.py").read_text(encoding="utf-8")
     code = example.split('"""\n\n', 1)[1]
     assert f"```python\n{code}```" in readme
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -53,6 +53,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FIRST_CONTACT_S = 5.0
 """How long a gateway is waited for that has never answered this process: its address may be wrong."""
 _answered = set[str]()
+GivenGateway: TypeAlias = "GatewayAddress | str | None"
 MODEL_CALL_RETRIES = 8
 """How often official clients make a call again: for 40 s, in which a gateway that died has started again."""
 
@@ -63,9 +64,6 @@ class GatewayAddress:
     key: str | None = field(default=None, repr=False)
     wait_s: float = 300.0
     """How long a request is made again while the gateway refuses it for load or does not answer."""
-
-
-GivenGateway = GatewayAddress | str | None
 
 
 def find_gateway(given: GivenGateway = None) -> GatewayAddress:
@@ -159,14 +157,14 @@ class GatewayRequests:
     async def close(self) -> None:
         await self._http.aclose()
         for each in self._official.values():
-            if inspect.isawaitable(closing := each.close()):
-                await closing
+            with suppress(RuntimeError):  # it was used in a loop that has ended
+                if inspect.isawaitable(closing := each.close()):
+                    await closing
 
 
 @functools.cache
 def _loop_of(pid: int) -> asyncio.AbstractEventLoop:
-    """An event loop in a thread. A process that was forked needs one of its own."""
-    loop = asyncio.new_event_loop()
+    loop = asyncio.new_event_loop()  # a process that was forked needs one of its own
     threading.Thread(target=loop.run_forever, name="weir client", daemon=True).start()
     return loop
 

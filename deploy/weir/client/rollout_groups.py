@@ -1,8 +1,6 @@
 """A user's function as an episode, groups of its episodes from which the model learns, and evaluations.
 
-task ──▶ session ──▶ function(session, task) ──▶ reward ──▶ the session ends ──▶ AgentRun: a curve
-  ▲                                                                │
-  └──────────────── groups of n, several at once ◀─────────────────┘
+task ──▶ n sessions ──▶ function(session, task) ──▶ rewards ──▶ the sessions end ──▶ AgentRun: a curve
 """
 
 import asyncio
@@ -36,12 +34,9 @@ from weir.words import curve
 
 TaskT = TypeVar("TaskT")
 Played = TypeVar("Played")
-WINDOW = 16
-"""Groups whose mean reward is shown."""
-MOST_FAILED_GROUPS = 5
-"""So many groups in a row in which every episode failed end the run."""
-SPARE_S = 120.0
-"""How much longer than an episode its session may last."""
+WINDOW = 16  # groups whose mean reward is shown
+MOST_FAILED_GROUPS = 5  # in a row; with so many in which every episode failed, the run ends
+SPARE_S = 120.0  # how much longer than an episode its session may last
 
 
 class RolloutFunction(Generic[TaskT, Played]):
@@ -93,7 +88,6 @@ class AgentRun:
     """The task and the rewards of each group, in the order in which they ended."""
     failed: int = 0
     error: Exception | None = None
-    """The first one of the user's function."""
     versions: list[int] = field(default_factory=list)
     """The policy version that answered at the beginning, and after each group."""
     notice: str | None = None
@@ -213,8 +207,7 @@ class _Player:
 
 
 def _say(line: str) -> None:
-    """In a terminal, this takes the place of the line before."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty():  # this takes the place of the line before
         sys.stderr.write(f"\r\x1b[2K{line}")
 
 

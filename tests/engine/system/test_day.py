@@ -69,7 +69,12 @@ class Day:
         text = text.replace("127.0.0.1:8000", f"127.0.0.1:{self.variables['WEIR_GATEWAY__PORT']}")
         (self.place / file).write_text(text, encoding="utf-8")
         done = subprocess.run(
-            [sys.executable, file], cwd=self.place, capture_output=True, text=True, timeout=900
+            [sys.executable, file],
+            cwd=self.place,
+            env=os.environ | self.variables,
+            capture_output=True,
+            text=True,
+            timeout=900,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
@@ -95,7 +100,7 @@ def test_from_an_agent_to_a_model_of_ones_own(day: Day) -> None:
     assert "weir " in began.splitlines()[-1] or "examples/" in began, "the next command"
 
     examples = ROOT / "examples"
-    said = day.python("ten_lines.py", (examples / "ten_lines.py").read_text(encoding="utf-8"))
+    said = day.python("five_lines.py", (examples / "five_lines.py").read_text(encoding="utf-8"))
     assert "'code': " in said
     said = day.python("tool_agent.py", (examples / "tool_agent.py").read_text(encoding="utf-8"))
     assert "answers calls now" in said
@@ -122,8 +127,8 @@ def test_from_an_agent_to_a_model_of_ones_own(day: Day) -> None:
     day.variables |= {"WEIR_MODEL_PATH": "mine", "WEIR_STACK__RUN_DIR": "run2"}
     day.weir("up")
     said = day.python(
-        "ten_lines.py",
-        (examples / "ten_lines.py").read_text(encoding="utf-8").replace("run/keys", "run2/keys"),
+        "five_lines.py",
+        (examples / "five_lines.py").read_text(encoding="utf-8"),
     )
     assert "'code': " in said
     assert "stopped" in day.weir("down")

@@ -1,13 +1,14 @@
 """The examples against a gateway with keys: they say what became of their sessions, and what is missing."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.gateway.running import CLIENT_KEY, RunningGateway
+from weir.client import GatewayFault
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -22,21 +23,21 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def ten_lines(gateway: RunningGateway) -> None:
-    code = (EXAMPLES / "ten_lines.py").read_text(encoding="utf-8")
-    exec(code.replace("http://127.0.0.1:8000", gateway.url), {})  # noqa: S102 - our own file
-
-
-def test_the_ten_lines_say_what_becomes_of_a_single_session(
-    gateway: RunningGateway, keys: Path, capsys: pytest.CaptureFixture[str]
+def test_the_five_lines_say_what_becomes_of_a_single_session(
+    gateway: RunningGateway, keys: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ten_lines(gateway)
+    state = {"services": {"gateway": {"url": gateway.url}}}
+    (keys.parents[1] / "stack.json").write_text(json.dumps(state))
+    for name in ("GATEWAY_URL", "CLIENT_KEYS", "CLIENT_KEYS_FILE", "STACK__RUN_DIR"):
+        monkeypatch.delenv(f"WEIR_{name}", raising=False)
+    code = (EXAMPLES / "five_lines.py").read_text(encoding="utf-8")
+    exec(code, {})  # noqa: S102 - our own file
     said = capsys.readouterr().out
     assert "compared with no other session, so by default no step trains it" in said
     assert "waits for a step" not in said
     keys.write_text("sk-wrong")
-    with pytest.raises(httpx.HTTPStatusError, match="401"):
-        ten_lines(gateway)
+    with pytest.raises(GatewayFault, match="401"):
+        exec(code, {})  # noqa: S102 - our own file
 
 
 def tool_agent(gateway: RunningGateway) -> Any:

@@ -88,6 +88,13 @@ async def test_a_block_of_coroutines_does_the_same(gateway: RunningGateway, addr
     assert (view["status"], view["reward"], view["verdict"]["code"]) == ("completed", 1.0, "not_for_training")
 
 
+def test_a_client_for_coroutines_may_be_used_in_a_loop_that_ends_before_the_block(
+    address: GatewayAddress,
+) -> None:
+    with weir.session() as s:
+        assert asyncio.run(async_answer(s)) == "hello"
+
+
 def test_a_session_without_a_reward_waits_for_one(gateway: RunningGateway, address: GatewayAddress) -> None:
     with weir.session() as s:
         answer(s)

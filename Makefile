@@ -79,7 +79,7 @@ test-numerics: .venv/installed  ## the tests of arithmetic, limited to the instr
 		echo "with $$setting"; env $$setting $(PYTEST) -m "numeric and not long" || exit 1; done
 
 test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/installed) \
-	run/clients/openai_npm/installed $(LIBRARIES:%=run/environments/%/installed)
+	run/clients/openai_npm/installed $(LIBRARIES:%=run/environments/%/installed) run/agents/pydantic_ai/installed
 test-clients:  ## SDKs against the real engine, and trainers that read exports
 	@$(BIN)/pytest -rs tests/clients
 

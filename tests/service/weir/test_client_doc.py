@@ -1,4 +1,7 @@
-"""The blocks of docs/client.md run as they stand, one after the other, on a real gateway."""
+"""The blocks of docs/client.md run as they stand, one after the other, on a real gateway.
+
+`tests/clients/test_client_frameworks.py` runs those of frameworks.
+"""
 
 import re
 from pathlib import Path
@@ -16,7 +19,9 @@ def test_the_page_runs_as_written(
     monkeypatch.setenv("WEIR_GATEWAY_URL", gateway.url)
     monkeypatch.setenv("WEIR_CLIENT_KEYS", CLIENT_KEY)
     gateway.engine.mind = "8"
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    blocks = re.findall(
+        r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8").split("## Frameworks")[0], re.S
+    )
     assert len(blocks) == 4
     exec("\n".join(blocks), {"__name__": "page"})  # noqa: S102 - our own file
     said = capsys.readouterr().out.splitlines()

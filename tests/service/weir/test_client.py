@@ -404,7 +404,8 @@ def test_a_terminal_shows_the_progress_and_a_curve(
     shown = capsys.readouterr().err.split("\r\x1b[2K")
     assert ["groups, version 0 → 0, reward " in line for line in shown[1:]] == [True] * 3
     assert shown[-1].startswith("2 groups, version 0 → 0, reward 0.500 → 0.500")
-    assert shown[-1].splitlines()[1:] == ["   1.000 │ █", *["         │ █"] * 4, "   0.000 │ █"]
+    drawn = [line.replace(" ", "") for line in shown[-1].splitlines()[1:]]  # either group may end first
+    assert drawn == ["1.000│█", *["│█"] * 4, "0.000│█"]
 
 
 # Where the gateway is

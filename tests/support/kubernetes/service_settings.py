@@ -13,7 +13,12 @@ from tests.support.kubernetes.pods import Pod, environment, secret_files
 from tests.support.kubernetes.rendered import ROOT, Object, named, of_kind
 
 S = TypeVar("S", bound=ServiceSettings)
-STAGES = {"gateway": "gateway", "rollout-server": "rollout_server", "trainer": "trainer"}
+STAGES = {
+    "gateway": "gateway",
+    "rollout-server": "rollout_server",
+    "trainer": "trainer",
+    "rewards": "rewards",
+}
 """The stage of the Dockerfile that is a pod's image."""
 
 

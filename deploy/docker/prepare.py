@@ -28,6 +28,10 @@ ENGINE_SECRETS_DIR = Path("/run/weir-engines")
 CLIENT_SECRETS_DIR, REWARDS_SECRETS_DIR = Path("/run/weir-clients"), Path("/run/weir-rewards")
 """What the demo's agent and the reward service read: the client keys; the keys, and nothing of Redis."""
 SEED = 0
+UNKNOWN_KEYS = (
+    "there was a deployment here whose keys are not known: "
+    "agents with keys of an earlier start get 401, unless WEIR_CLIENT_KEYS names those"
+)
 
 
 def main() -> None:
@@ -63,9 +67,13 @@ def write_keys() -> None:
 
 def key_of(role: str) -> str:
     """The keys of this role, as the services read them."""
-    path = SECRETS_DIR / f"{role}_keys"
-    if value := os.environ.get(f"WEIR_{role.upper()}_KEYS") or kept(path):
+    former = kept(SECRETS_DIR / f"{role}_keys")
+    if value := os.environ.get(f"WEIR_{role.upper()}_KEYS") or former:
+        if former and value != former:
+            print(f"the {role} keys are others than at the last start: the former ones get 401", flush=True)
         return value
+    if CONFIG_PATH.exists() and role == "client":
+        print(UNKNOWN_KEYS, flush=True)
     made = f"weir-{role}-{secrets.token_urlsafe(24)}"
     print(f"a new {role} key: {made}", flush=True)
     return made

@@ -49,6 +49,13 @@ def test_images_are_made_of_one_base_and_of_locked_files() -> None:
     assert all("--require-hashes" in command and "--no-deps" in command for command in locked)
 
 
+def test_published_images_take_the_place_of_built_ones(services: dict[str, dict[str, Any]]) -> None:
+    gpu = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text(encoding="utf-8"))["services"]
+    for name, service in [*services.items(), *gpu.items()]:
+        own = re.fullmatch(r"\$\{WEIR_REGISTRY:-\}weir-[a-z-]+:\$\{WEIR_VERSION:-latest\}", service["image"])
+        assert (own is not None) is ("build" in service), name
+
+
 def test_images_for_a_gpu_have_what_triton_compiles_with() -> None:
     """It compiles its driver in C when it first runs; kernels that are compiled as needed are in C++."""
     compilers = STAGES["torch_service"]
@@ -61,7 +68,7 @@ def test_a_part_of_the_services_starts_alone(services: dict[str, dict[str, Any]]
     """A new volume gets the owner of the directory in the image that is first to use it."""
     (made,) = re.findall(r"install -d -o 10001 -g 10001 ((?:\\\n|.)*)\n", STAGES["service"])
     for name, service in services.items():
-        if service.get("image", "").startswith("weir-"):
+        if "}weir-" in service["image"]:
             mounts = [
                 each.rsplit("}", 1)[-1].split(":") for each in service["volumes"] if isinstance(each, str)
             ]
@@ -233,6 +240,21 @@ def test_the_first_start_makes_keys_and_the_next_ones_keep_them(
     prepare(tmp_path, monkeypatch, model_dir="")
     assert made == {path.name: path.read_text() for path in (tmp_path / "all").iterdir()}
     assert "a new" not in capsys.readouterr().out
+
+
+def test_a_start_says_which_keys_are_no_longer_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A volume of settings without keys is that of a release whose keys were elsewhere."""
+    (tmp_path / "weir.yaml").write_text("{}")
+    prepare(tmp_path, monkeypatch, model_dir="")
+    said = "agents with keys of an earlier start get 401, unless WEIR_CLIENT_KEYS names those"
+    assert said in capsys.readouterr().out
+    monkeypatch.setenv("WEIR_CLIENT_KEYS", "own-1,own-2")
+    prepare(tmp_path, monkeypatch, model_dir="")
+    assert "the client keys are others than at the last start" in capsys.readouterr().out
+    prepare(tmp_path, monkeypatch, model_dir="")
+    assert "401" not in capsys.readouterr().out
 
 
 def test_keys_of_ones_own_take_the_place_of_those_that_were_made(

@@ -122,6 +122,18 @@ def test_redis_has_the_settings_of_the_queue(objects: list[Object]) -> None:
     assert settings["data"]["redis.conf"] == (ROOT / "queue" / "redis.conf").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("service", ["gateway", "rollout-server", "trainer"])
+def test_a_service_is_upgraded_alone_by_its_label(
+    objects: list[Object], pods: dict[str, Pod], service: str
+) -> None:
+    """`kubectl apply -l` sends the workload with its settings, and nothing of another service."""
+    label = "app.kubernetes.io/name"
+    sent = [each for each in objects if each["metadata"].get("labels", {}).get(label) == service]
+    assert list(pods_of(sent)) == [service]
+    settings = pods[service].volumes["settings"]["configMap"]["name"]
+    assert settings in of_kind(sent, "ConfigMap")
+
+
 def test_no_key_is_in_git() -> None:
     tracked = subprocess.run(
         ["git", "ls-files", "deploy/kubernetes/secrets"], cwd=ROOT, capture_output=True, text=True, check=True

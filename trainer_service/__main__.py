@@ -35,7 +35,7 @@ from rollout_queue.starting import begin, begin_tracing
 from trainer_service.app import create_app
 from trainer_service.commands.serving import train_by_commands
 from trainer_service.curves import Curves, limits_of
-from trainer_service.heartbeat import Heartbeat, Stopped, keep_lease
+from trainer_service.heartbeat import Heartbeat, Stopped, keep_lease, watch_disk
 from trainer_service.intake import Intake
 from trainer_service.model.checkpoint_layout import LayoutRefused, NotConverted
 from trainer_service.model.deepspeed_policy import DeepSpeedPolicy
@@ -128,6 +128,7 @@ def serve(settings: TrainerSettings, keyring: Keyring, shared_state: SharedState
         client,
     ):
         logger.info("listens on %s:%d", settings.host, settings.port)
+        watch_disk(settings.checkpoint_dir, shared_state)
         with keep_lease(lease, shared_state, settings.retry_s) as held:
             if not held:
                 return

@@ -7,17 +7,19 @@ holder renews the lease, this process ends.
 """
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from rollout_queue import clock
 from rollout_queue.contract.errors import LeaseLost, StorageUnavailable
-from rollout_queue.protocol.trainer_messages import MOST_RECOVERIES
+from rollout_queue.protocol.trainer_messages import MOST_RECOVERIES, DiskRoom
 from rollout_queue.redis import key_names
 from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.stream_reader import StreamReader
@@ -83,7 +85,7 @@ class Heartbeat:
         before = self._shared_state.snapshot
         sentence = waiting_for or _SENTENCES[phase]
         self._shared_state.snapshot = replace(
-            before, state=phase, waiting_for=sentence, last_seen=clock.now()
+            before, state=phase, waiting_for=sentence, last_seen=clock.now(), disk=self._shared_state.disk
         )
         now = clock.monotonic()
         if now - self._reported_at >= REPORT_EVERY_S or phase != before.state:
@@ -175,6 +177,26 @@ _SENTENCES: dict[Phase, str] = {
     "publishing": "the gateway to push the newest version",
     "paused": "POST /resume",
 }
+
+
+LOOK_AT_DISK_EVERY_S = 10.0
+
+
+def watch_disk(directory: Path, shared_state: SharedState) -> None:
+    """Look at the room on the disk of `directory`, in a thread, until the trainer is told to stop. A disk
+    that hangs stops neither the training nor the lease."""
+
+    def watch() -> None:
+        while not shared_state.stopping:
+            try:
+                usage = shutil.disk_usage(directory)
+                shared_state.disk = DiskRoom(free_bytes=usage.free, total_bytes=usage.total)
+            except OSError as error:
+                logger.warning("the room on the disk of %s is not known: %s", directory, error)
+                shared_state.disk = None
+            shared_state.sleep(LOOK_AT_DISK_EVERY_S)
+
+    threading.Thread(target=copy_context().run, args=(watch,), name="disk", daemon=True).start()
 
 
 ASK_EVERY_S = 0.5

@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 from rollout_queue import clock
 from rollout_queue.http.probe_routes import release
 from rollout_queue.protocol.message import ModelCheck
-from rollout_queue.protocol.trainer_messages import RecoveryReport, TrainerReport
+from rollout_queue.protocol.trainer_messages import DiskRoom, RecoveryReport, TrainerReport
 from trainer_service.groups.guards import Recovery, RecoveryState
 from trainer_service.groups.task_rates import TaskRate
 
@@ -64,6 +64,8 @@ class StatusSnapshot:
     """Rollouts with longer rows are not trained."""
     recoveries: Sequence[Recovery] = ()
     """When the training was set back lately, the newest last."""
+    disk: DiskRoom | None = None
+    """The disk of the checkpoints; None if it could not be looked at."""
     last_seen: float = field(default_factory=clock.now)
     """When the main thread last reported, in seconds since 1970."""
 
@@ -88,6 +90,7 @@ class StatusSnapshot:
             groups=backlog.groups if backlog else None,
             groups_different=backlog.groups_different if backlog else None,
             recoveries=[RecoveryReport(**asdict(each)) for each in self.recoveries],
+            disk=self.disk,
         )
 
 
@@ -108,6 +111,8 @@ class SharedState:
         self.recovery = RecoveryState()
         self.restorable: Sequence[int] = ()
         """The versions to which the training can go back. Both are replaced in the same way."""
+        self.disk: DiskRoom | None = None
+        """The disk of the checkpoints. A thread of its own replaces this."""
         self.ready = False
         """Whether the model is loaded and the stream is read."""
         self._paused = threading.Event()

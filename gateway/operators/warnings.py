@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 SAID_EARLIER = ("redis_nearly_full",)
 """Conditions that a warning about the queue says earlier, with what follows for new sessions."""
 
+ADVISED = ("redis_", "disk_")
+"""Conditions whose warnings also say what to do."""
+
 Counts = Counter[str]
 
 
@@ -119,7 +122,7 @@ class WarningMonitor:
         )
         for problem in problems_in(facts):
             if problem.check not in SAID_EARLIER:
-                yield problem.advised if problem.check.startswith("redis_") else problem.sentence
+                yield problem.advised if problem.check.startswith(ADVISED) else problem.sentence
         yield from _set_back(trainer, why=True)
         if self._history:
             yield from self._stall_warnings(self._history[-1])

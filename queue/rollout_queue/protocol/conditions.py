@@ -20,6 +20,8 @@ TRAINER_SILENT_S = 60.0
 """A trainer that has not reported for so long reads nothing any more, whatever its last state was."""
 NOTHING_TRAINED_S = 1800.0
 REDIS_NEARLY_FULL = 0.8
+DISK_LEAST_FREE_SHARE = 0.05
+DISK_LEAST_FREE_BYTES = 2 * 2**30
 NO_EVICTION = "noeviction"
 INTENDED = frozenset({"not_for_training", "deleted"})
 """Endings of sessions that are not trained, and need not be."""
@@ -112,6 +114,18 @@ def trainer_lacks_room(facts: ConditionFacts) -> str | None:
     return f"the trainer waits for {facts.trainer.waiting_for}" if waits else None
 
 
+def disk_nearly_full(facts: ConditionFacts) -> str | None:
+    disk = facts.trainer.disk if facts.trainer is not None else None
+    if disk is None or _is_away(facts) or trainer_lacks_room(facts):
+        return None
+    if disk.free_bytes >= max(DISK_LEAST_FREE_BYTES, DISK_LEAST_FREE_SHARE * disk.total_bytes):
+        return None
+    return (
+        f"the disk of the trainer's checkpoints is nearly full: {disk.free_bytes / 2**30:.1f} of "
+        f"{disk.total_bytes / 2**30:.1f} GiB are free"
+    )
+
+
 def _is_away(facts: ConditionFacts) -> bool:
     return bool(trainer_missing(facts) or trainer_silent(facts))
 
@@ -195,6 +209,11 @@ CONDITIONS = (
         trainer_paused, "warning", "POST /admin/trainer/resume, once you know why", "WeirTrainerPaused"
     ),
     Condition(trainer_lacks_room, "error", "free space on its disk: it goes on by itself"),
+    Condition(
+        disk_nearly_full,
+        "warning",
+        "free space there, or lower trainer.keep_checkpoints and trainer.keep_policies",
+    ),
     Condition(
         dead_letters,
         "warning",

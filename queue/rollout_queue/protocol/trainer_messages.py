@@ -50,6 +50,13 @@ class RecoveryReport(ServiceMessage):
     """Unix time."""
 
 
+class DiskRoom(ServiceMessage):
+    """The room on the disk of the trainer's checkpoints."""
+
+    free_bytes: int
+    total_bytes: int
+
+
 class TrainerReport(ServiceMessage):
     """The trainer's state. A field is None if the trainer has not reported it, or reports another type."""
 
@@ -89,6 +96,8 @@ class TrainerReport(ServiceMessage):
     """Those whose rewards differ. If they all are equal, most algorithms learn nothing from a group."""
     recoveries: list[RecoveryReport] | None = None
     """When the training was set back lately, the newest last."""
+    disk: DiskRoom | None = None
+    """The disk of its checkpoints."""
 
     def recent_recoveries(self, now: float) -> list[RecoveryReport]:
         """Those of the last hour, the newest last."""

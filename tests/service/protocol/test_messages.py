@@ -5,8 +5,11 @@ trainer's part is played by its own client, heartbeat and routes.
 """
 
 import asyncio
+import io
+import shutil
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 from redis import Redis
+from rich.console import Console
 
 from gateway.app import create_app as gateway_app
 from gateway.callers.backpressure import TrainerBacklog, read_backpressure
@@ -40,15 +44,19 @@ from tests.support.rollout_server.weights import (
     write_safetensors,
 )
 from tests.support.serving import free_port, serving
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import create_app as trainer_app
-from trainer_service.heartbeat import Heartbeat
+from trainer_service.heartbeat import Heartbeat, watch_disk
 from trainer_service.publishing.gateway_client import GatewayClient, VersionTaken, VersionUnknown
 from trainer_service.shared_state import Backlog, SharedState
 from trainer_service.storage.policy_store import PolicyStore
 from weir.demo.report import served_versions
+from weir.doctor.doctor import examine
+from weir.doctor.targets import Targets
 from weir.stack.service_process import http_ready, system_status
 from weir.status import details_from
+from weir.top import show_once
 
 KEY = "admin-key"
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -255,7 +263,7 @@ def test_a_rollout_server_says_how_long_each_part_of_a_reload_took(services: Ser
 
 
 @pytest.fixture
-def shared_state(services: Services) -> SharedState:
+def shared_state(services: Services) -> Iterator[SharedState]:
     """The shared state of a trainer that has paused at step 12, and has reported it."""
     state = SharedState()
     heartbeat = Heartbeat(claimed_reader(services.redis), state, retry_s=0.01)
@@ -263,7 +271,8 @@ def shared_state(services: Services) -> SharedState:
     heartbeat.note_evaluations({"eval/reward": 0.25})
     heartbeat.note_backlog(Backlog(waiting=3, owed=2, per_step=8.5))
     heartbeat.beat("paused", "POST /resume")
-    return state
+    yield state
+    state.stop()
 
 
 async def test_the_trainers_report_reaches_those_who_decide_on_sessions(
@@ -306,6 +315,53 @@ def test_what_a_newer_trainer_reports_is_shown_and_what_cannot_be_read_is_left_o
     services.redis.delete("weir:trainer")
     assert services.system_status().trainer == TrainerReport()
     assert services.get("/admin/status").json()["trainer"] == {}
+
+
+def test_operators_read_everywhere_that_the_disk_of_the_checkpoints_is_nearly_full(
+    services: Services,
+    shared_state: SharedState,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    turned: TurnedClock,
+) -> None:
+    machines = shutil.disk_usage(tmp_path)
+    free = [4 * 2**30, 5 * 2**30]
+
+    def usage(of: Path) -> object:
+        assert (of, threading.current_thread().name) == (tmp_path, "disk")
+        return machines._replace(total=100 * 2**30, free=free[0])
+
+    heartbeat = Heartbeat(claimed_reader(services.redis), shared_state, retry_s=0.01)
+
+    def status() -> SystemStatus:
+        heartbeat.beat("training")
+        return services.system_status()
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    watch_disk(tmp_path, shared_state)
+    wait_until(lambda: shared_state.disk)
+    warned = status()
+    (sentence,) = [each for each in warned.warnings if "disk" in each]
+    assert sentence == (
+        "the disk of the trainer's checkpoints is nearly full: 4.0 of 100.0 GiB are free: free space "
+        "there, or lower trainer.keep_checkpoints and trainer.keep_policies"
+    )
+    assert sentence in details_from(warned)["gateway"]
+    shown = io.StringIO()
+    assert show_once(services.gateway_url, KEY, Console(file=shown, width=80))
+    assert sentence in " ".join(shown.getvalue().split())
+    targets = Targets(
+        gateway_url=services.gateway_url,
+        admin_key=KEY,
+        redis_url=services.redis_url,
+        patience_s=PATIENCE_S,
+    )
+    assert sentence in [each.sentence for each in examine(targets).problems]
+    alone = replace(targets, gateway_url=f"http://127.0.0.1:{free_port()}")
+    found = {each.check: each.advised for each in examine(alone).problems}
+    assert found["disk_nearly_full"] == sentence
+    free.pop(0)
+    assert turned.turn_until(lambda: not any("disk" in each for each in status().warnings), 1.0)
 
 
 def test_the_trainers_own_status_is_a_part_of_its_report(shared_state: SharedState, tmp_path: Path) -> None:

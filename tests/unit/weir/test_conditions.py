@@ -8,13 +8,14 @@ import yaml
 
 from rollout_queue.protocol.conditions import (
     CONDITIONS,
+    DISK_LEAST_FREE_BYTES,
     NOTHING_TRAINED_S,
     TRAINER_SILENT_S,
     Condition,
     ConditionFacts,
     problems_in,
 )
-from rollout_queue.protocol.trainer_messages import TrainerReport
+from rollout_queue.protocol.trainer_messages import DiskRoom, TrainerReport
 
 RULES = Path(__file__).parents[3] / "deploy/observe/prometheus/rules.yml"
 SEVERITIES = {"error": {"critical"}, "warning": {"warning", "critical"}}
@@ -48,3 +49,27 @@ def test_a_silent_trainer_is_not_also_paused() -> None:
     assert codes(last_seen=1000 - TRAINER_SILENT_S, state="paused") == ["trainer_paused"]
     assert codes(last_seen=999 - TRAINER_SILENT_S, state="paused") == ["trainer_silent"]
     assert codes(last_seen=999.0, state="training") == []
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "full"),
+    [
+        (DISK_LEAST_FREE_BYTES - 1, 10 * 2**30, True),
+        (DISK_LEAST_FREE_BYTES, 10 * 2**30, False),
+        (5 * 2**30 - 1, 100 * 2**30, True),
+        (5 * 2**30, 100 * 2**30, False),
+    ],
+)
+def test_a_disk_with_less_than_2_gib_or_5_percent_free_is_nearly_full(
+    free: int, total: int, *, full: bool
+) -> None:
+    disk = DiskRoom(free_bytes=free, total_bytes=total)
+    assert codes(last_seen=999.0, state="training", disk=disk) == ["disk_nearly_full"] * full
+
+
+def test_a_disk_that_is_full_already_is_not_also_nearly_full() -> None:
+    disk = DiskRoom(free_bytes=0, total_bytes=2**30)
+    assert codes(last_seen=999.0, waiting_for="room on the disk for version 1", disk=disk) == [
+        "trainer_lacks_room"
+    ]
+    assert codes(last_seen=999 - TRAINER_SILENT_S, disk=disk) == ["trainer_silent"]

@@ -242,7 +242,9 @@ def test_of_two_trainers_one_refuses_and_one_that_slept_ends(start: Start, redis
     wait_until(lambda: pending(redis) == 2)
 
 
-def test_a_trainer_process_loads_its_model_only_once_it_has_the_memory(start: Start, tmp_path: Path) -> None:
+def test_a_trainer_process_loads_its_model_only_once_it_has_the_memory(
+    start: Start, redis: Redis, tmp_path: Path
+) -> None:
     """It is told to stop while it waits for a second server. The first one has its memory back at once."""
     with server_thread(tmp_path, memory_sharing(tmp_path)) as server:
         wait_until(server.is_ready)
@@ -260,6 +262,7 @@ def test_a_trainer_process_loads_its_model_only_once_it_has_the_memory(start: St
 
         wait_until(lambda: away in waits_for() and "Connect" in waits_for())
         assert server.status()["released"]
+        wait_until(lambda: redis.hexists(key_names.TRAINER, "disk"))
         trainer.signal(signal.SIGTERM)
         assert trainer.ends() == 0, trainer.said
         assert "stopped before the model was loaded" in trainer.said

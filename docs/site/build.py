@@ -102,6 +102,7 @@ def main() -> None:
     if faults := unknown_languages():
         raise SystemExit("\n".join(faults))
     subprocess.run(
+        [SITE / "env/bin/mkdocs", "build", "--strict", "--clean", "-f", "docs/site/mkdocs.yml"],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         check=True,

@@ -4,7 +4,7 @@ The gateway's `warnings.trainer_silent_s` may set another bound for its warnings
 
 ConditionFacts ─▶ CONDITIONS ─▶ Problem: check, severity, sentence, advice
                       ├─▶ `warnings` of `GET /admin/status`, and with them the page
-                      ├─▶ `weir doctor`; `weir status` has the bounds
+                      ├─▶ `weir doctor`; `weir status` and `weir top` show the warnings
                       └─▶ deploy/observe/prometheus/rules.yml, whose bounds a test compares
 """
 

@@ -1,8 +1,8 @@
 """`make release`: the files of a release, made of the last commit alone. Two runs give the same bytes.
 
-commit ─▶ a clean tree ─▶ weir-VERSION.tar.gz, weir-VERSION-py3-none-any.whl
-locks that the wheel brings ─▶ weir-VERSION.cdx.json     every package that they install (CycloneDX)
-                            └▶ weir-VERSION-licences.txt  its licence, as its own metadata says it
+commit ─▶ a clean tree ─▶ weir_rl-VERSION.tar.gz, weir_rl-VERSION-py3-none-any.whl
+locks that the wheel brings ─▶ weir_rl-VERSION.cdx.json     every package that they install (CycloneDX)
+                            └▶ weir_rl-VERSION-licences.txt  its licence, as its own metadata says it
 all of these, and what --with names (lists of images, the site) ─▶ SHA256SUMS
 
 The version is that of pyproject.toml. CHANGELOG.md has to say what is new in it and when it was released, and
@@ -69,7 +69,7 @@ def main() -> None:
     epoch = int(git("show", "--no-patch", "--format=%ct", "HEAD"))
     build(given.out, epoch)
     packages = locked_packages(project["name"])
-    stem = f"{project['name']}-{project['version']}"
+    stem = f"{project['name'].replace('-', '_')}-{project['version']}"
     bom = bill_of_materials(project, packages, epoch)
     (given.out / f"{stem}.cdx.json").write_text(json.dumps(bom, indent=1) + "\n", encoding="utf-8")
     (given.out / f"{stem}-licences.txt").write_text(

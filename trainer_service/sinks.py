@@ -201,7 +201,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise SystemExit(
-                "trainer.wandb is set, but the package wandb is not installed: pip install 'weir[wandb]'"
+                "trainer.wandb is set, but the package wandb is not installed: pip install 'weir-rl[wandb]'"
             ) from error
         self._metrics_path = metrics_path
         settings.dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Makes Weir's own Python environments, for a Weir that was installed by name (`pip install weir`): at the
+"""Makes Weir's own Python environments, for a Weir that was installed by name (`pip install weir-rl`): at the
 first command that needs them, or by `weir install`. It imports only the standard library.
 
 locks of the wheel ─▶ .venv         the packages of the services, torch, and a copy of Weir
@@ -25,6 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+NAME, FILE_NAME = "weir-rl", "weir_rl"
+"""Of the distribution, and of its files. The name of the package is taken in the index."""
 PACKAGE = Path(__file__).parent
 LOCKS = PACKAGE / "locks"
 """Only a wheel has this folder. A checkout has the locks in deploy/requirements, and `make install`."""
@@ -194,10 +196,10 @@ class Installation:
         installed: that of `uvx` may be removed."""
         command = [str(self.python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         target = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
-        for former in [target / "weir", *target.glob("weir-*.dist-info")]:
+        for former in [target / "weir", *target.glob(f"{FILE_NAME}-*.dist-info")]:
             shutil.rmtree(former, ignore_errors=True)
         shutil.copytree(PACKAGE, target / "weir", ignore=shutil.ignore_patterns("__pycache__"))
-        facts = Path(str(installed().locate_file(f"weir-{installed().version}.dist-info")))
+        facts = Path(str(installed().locate_file(f"{FILE_NAME}-{installed().version}.dist-info")))
         shutil.copytree(facts, target / facts.name)
 
     def done(self) -> list[str]:
@@ -352,7 +354,7 @@ def engine_python() -> Path:
 
 def installed() -> Distribution:
     """This very Weir, as it was installed."""
-    return distribution("weir")
+    return distribution(NAME)
 
 
 def say(sentence: str) -> None:

@@ -1,7 +1,7 @@
 """The program `weir`: decides in which Python environment a command runs.
 
-packages are here (a checkout, weir[all], Weir's own environment) ─▶ weir.__main__, in this process
-else (`pip install weir`, `uvx weir`) ─▶ Weir's own environment, which is made first ─▶ the same command there
+packages are here (a checkout, weir-rl[all], Weir's own environment) ─▶ weir.__main__, in this process
+else (`pip install weir-rl`, or uvx) ─▶ Weir's own environment, which is made first ─▶ the same command there
 
 A wheel has the packages of the services in the folder `_services`, so that `weir` is the only name that it
 brings. This module puts the folder on the path, also for the processes that a command starts. It imports only

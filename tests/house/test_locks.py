@@ -34,7 +34,7 @@ def pinned(extras: list[str]) -> dict[str, str]:
     """The version of each package that pyproject.toml pins for these extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = [pin for extra in ["service", *extras] for pin in project["optional-dependencies"][extra]]
-    versions = (pin.partition("==") for pin in pins if not pin.startswith("weir["))
+    versions = (pin.partition("==") for pin in pins if not pin.startswith("weir-rl["))
     return {normal(name): version for name, _, version in versions}
 
 

@@ -78,7 +78,7 @@ def release() -> str:
     """For instance `0.1.0, schema 1, build 3f2a9c1e`. Services with the same schema understand each other's
     records; those with the same text have the same code in common."""
     try:
-        number = version("weir")
+        number = version("weir-rl")
     except PackageNotFoundError:  # started from a source tree that is not installed
         number = "source"
     return f"{number}, schema {SCHEMA}, build {_build()}"

@@ -230,5 +230,5 @@ def test_a_missing_wandb_package_is_an_error_only_if_the_settings_ask_for_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     make_harness().start().step("g")
-    with pytest.raises(SystemExit, match=r"trainer\.wandb is set, but .* pip install 'weir\[wandb\]'"):
+    with pytest.raises(SystemExit, match=r"trainer\.wandb is set, but .* pip install 'weir-rl\[wandb\]'"):
         WeightsAndBiases(WandbSettings(project="weir"), {}, None)

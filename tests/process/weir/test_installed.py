@@ -92,7 +92,7 @@ def test_the_source_distribution_makes_the_same_wheel(release: Path, wheel: Path
         made_at = str(files.getmembers()[0].mtime)
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "out")],
-        cwd=next(tmp_path.glob("weir-*")),
+        cwd=next(tmp_path.glob("weir_rl-*")),
         env=os.environ | {"SOURCE_DATE_EPOCH": made_at},
         check=True,
         capture_output=True,
@@ -162,7 +162,7 @@ def test_a_service_that_is_not_known_is_one_sentence(installed: Path, tmp_path: 
 
 
 def test_with_all_packages_commands_run_where_they_are(installed: Path, tmp_path: Path) -> None:
-    """As after `pip install weir[all]`: this environment gets the packages of the tests' own."""
+    """As after `pip install weir-rl[all]`: this environment gets the packages of the tests' own."""
     site = next((installed.parent / "lib").glob("python3*/site-packages"))
     (site / "all.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     try:

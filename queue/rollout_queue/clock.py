@@ -35,6 +35,7 @@ class _Standstill:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop, self._total_s, self._looked_at, self._users = loop, 0.0, loop.time(), 0
+        self._ticks = False
 
     def seconds(self) -> float:
         now = self.loop.time()
@@ -45,8 +46,8 @@ class _Standstill:
 
     def enter(self) -> None:
         self._users += 1
-        if self._users == 1:
-            self._looked_at = self.loop.time()
+        if not self._ticks:
+            self._ticks, self._looked_at = True, self.loop.time()
             self.loop.call_later(TICK_S, self._tick)
 
     def leave(self) -> None:
@@ -54,7 +55,8 @@ class _Standstill:
 
     def _tick(self) -> None:
         self.seconds()
-        if self._users:
+        self._ticks = self._users > 0
+        if self._ticks:
             self.loop.call_later(TICK_S, self._tick)
 
 

@@ -4,6 +4,8 @@ import asyncio
 import socket
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -130,3 +132,19 @@ async def test_time_in_which_the_process_stands_still_counts_in_no_timeout(befor
     assert told == ["deadline"]
     writer.close()
     there.close()
+
+
+def test_however_often_deadlines_come_and_go_a_loop_has_one_tick_to_wait_for() -> None:
+    waiting: list[object] = []
+    loop = SimpleNamespace(time=lambda: 0.0, call_later=lambda seconds, tick: waiting.append(tick))
+    still = clock._Standstill(cast(Any, loop))
+    for _ in range(100):
+        still.enter()
+        still.leave()
+    assert len(waiting) == 1
+    still.enter()
+    waiting.pop()()  # type: ignore[operator]
+    assert len(waiting) == 1
+    still.leave()
+    waiting.pop()()  # type: ignore[operator]
+    assert waiting == []

@@ -4,8 +4,7 @@ import asyncio
 import socket
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Callable
 
 import pytest
 
@@ -134,17 +133,17 @@ async def test_time_in_which_the_process_stands_still_counts_in_no_timeout(befor
     there.close()
 
 
-def test_however_often_deadlines_come_and_go_a_loop_has_one_tick_to_wait_for() -> None:
-    waiting: list[object] = []
-    loop = SimpleNamespace(time=lambda: 0.0, call_later=lambda seconds, tick: waiting.append(tick))
-    still = clock._Standstill(cast(Any, loop))
+async def test_however_often_deadlines_come_and_go_a_loop_has_one_tick_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, waited = asyncio.get_running_loop(), list[float]()
+    call_later = loop.call_later
+
+    def counted(seconds: float, callback: Callable[[], object]) -> asyncio.TimerHandle:
+        waited.append(seconds)
+        return call_later(seconds, callback)
+
+    monkeypatch.setattr(loop, "call_later", counted)
     for _ in range(100):
-        still.enter()
-        still.leave()
-    assert len(waiting) == 1
-    still.enter()
-    waiting.pop()()  # type: ignore[operator]
-    assert len(waiting) == 1
-    still.leave()
-    waiting.pop()()  # type: ignore[operator]
-    assert waiting == []
+        clock.deadline(HOUR_S, lambda: None).cancel()
+    assert waited.count(clock.TICK_S) == 1

@@ -183,7 +183,7 @@ class InFlightCall:
         self._writers: list[AnswerWriter] = []
         self._body: tuple[bytes, Headers] | None = None
         """The answer as one body, and the headers of the reply."""
-        self.changes = 0
+        self._changes = 0
         """Grows whenever there is more to write."""
         self._written = 0
         """The changes that a client has last written."""
@@ -234,10 +234,10 @@ class InFlightCall:
 
     def appended(self) -> Callable[[], Awaitable[None]] | None:
         """Tokens are appended. Returns what waits for the client, if one alone follows, and is behind."""
-        self.changes += 1
+        self._changes += 1
         for writer in self._writers:
             if writer.write_now():
-                self._written = self.changes
+                self._written = self._changes
             else:
                 self._pulse()
         return self._caught_up if self._behind else None
@@ -245,7 +245,7 @@ class InFlightCall:
     @property
     def _behind(self) -> bool:
         """Whether the sampling is too far ahead of a client that alone follows."""
-        return self.readers == 1 and self.changes > self._written + 1
+        return self.readers == 1 and self._changes > self._written + 1
 
     async def _caught_up(self) -> None:
         while self._behind:
@@ -255,7 +255,7 @@ class InFlightCall:
 
     def wake(self) -> None:
         """There is more to write than tokens."""
-        self.changes += 1
+        self._changes += 1
         self._pulse()
 
     async def wait_for_reader(self) -> None:
@@ -318,13 +318,13 @@ class InFlightCall:
         try:
             ended = False
             while not ended:
-                changes, ended = self.changes, self.ended
+                changes, ended = self._changes, self.ended
                 await writer.write()
                 self._written = changes
                 if self._paced:
                     self._pulse()
                 writer.waits = True
-                while self.changes == changes and not ended:
+                while self._changes == changes and not ended:
                     await self._changed.wait()
                 writer.waits = False
         finally:

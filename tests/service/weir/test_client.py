@@ -4,7 +4,7 @@ import asyncio
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -351,9 +351,8 @@ def test_a_function_that_always_fails_ends_the_run_with_its_error(
     assert {row["status"] for row in rows} <= {"failed", "abandoned"}
 
 
-async def test_an_episode_that_takes_too_long_is_truncated(
-    gateway: RunningGateway, address: GatewayAddress, turned: TurnedClock
-) -> None:
+def endless() -> tuple[asyncio.Event, Callable[[AgentSession, str], Awaitable[float]]]:
+    """An event that is set when an episode begins, and a function whose episodes do not end."""
     begun = asyncio.Event()
 
     async def play(s: AgentSession, task: str) -> float:
@@ -361,6 +360,13 @@ async def test_an_episode_that_takes_too_long_is_truncated(
         await asyncio.Event().wait()
         return 1.0
 
+    return begun, play
+
+
+async def test_an_episode_that_takes_too_long_is_truncated(
+    gateway: RunningGateway, address: GatewayAddress, turned: TurnedClock
+) -> None:
+    begun, play = endless()
     run = asyncio.create_task(weir.client.train_async(play, ["a"], groups=1, n=1, episode_s=50))
     await begun.wait()
     turned.turn(51)
@@ -372,13 +378,7 @@ async def test_an_episode_that_takes_too_long_is_truncated(
 async def test_a_run_that_is_cancelled_abandons_what_it_plays(
     gateway: RunningGateway, address: GatewayAddress
 ) -> None:
-    begun = asyncio.Event()
-
-    async def play(s: AgentSession, task: str) -> float:
-        begun.set()
-        await asyncio.Event().wait()
-        return 1.0
-
+    begun, play = endless()
     run = asyncio.create_task(weir.client.train_async(play, ["a"], groups=3, n=2, concurrency=3))
     await begun.wait()
     run.cancel()

@@ -112,10 +112,6 @@ class Identities:
         self.keys = keys
         self._secret = secret
 
-    def knows_secret(self, secret: bytes | None) -> bool:
-        """Whether this is the secret that signs the keys of sessions."""
-        return secret is not None and hmac.compare_digest(secret, self._secret)
-
     def scoped(self, name: str, owner: str) -> str:
         """The stored id of a session or group that `owner` calls `name`, where that is another key's one.
 

@@ -24,8 +24,12 @@ from rollout_queue.redis.session_store import SessionIndexes
 WHOLE = "weir:"
 """Under this name, the losses have that of everything."""
 EMPTIED = (
-    "Redis has lost its data since this gateway started: the sessions and records of before are gone; `weir "
-    "audit` names the steps that Redis has no trace of"
+    "Redis has lost its data and came back empty: the sessions and records of before are gone; `weir audit` "
+    "names the steps that Redis has no trace of"
+)
+OF_ANOTHER = (
+    "Redis has lost its data, and another gateway has stored its own secret: restart the gateways, so that "
+    "they share one secret again"
 )
 WATCHED: dict[Key, str | None] = {
     key_names.SCHEMA: "the gateways have written it again",
@@ -73,8 +77,6 @@ class LostKeys:
         """`write_again` store what this gateway knows, if Redis has lost everything."""
         self._redis, self._secret, self._write_again = redis, secret, write_again
         self._indexes = SessionIndexes(redis)
-        self._emptied = False
-        """Whether Redis has lost everything since this gateway started."""
 
     async def refresh(self) -> None:
         """Raises StorageUnavailable."""
@@ -92,10 +94,11 @@ class LostKeys:
 
     async def warnings(self) -> list[str]:
         """The losses of the last day. Raises StorageUnavailable."""
-        packed = await stored(self._redis.hgetall(key_names.LOSSES))
-        if self._emptied:
-            packed.pop(WHOLE.encode(), None)
-        return [*([EMPTIED] if self._emptied else []), *recent_losses(packed)]
+        secret = await stored(self._redis.get(key_names.SECRET))
+        losses = recent_losses(await stored(self._redis.hgetall(key_names.LOSSES)))
+        if secret is None and EMPTIED not in losses:  # this gateway or another one will note it
+            return [EMPTIED, *losses]
+        return [OF_ANOTHER, *losses] if secret not in (None, self._secret) else losses
 
     async def _look(self) -> tuple[frozenset[Key], frozenset[Key]]:
         """Those of the watched keys that have existed, and those that exist."""
@@ -115,10 +118,8 @@ class LostKeys:
         await note_loss_async(self._redis, key, f"{key} was gone: {WATCHED[key]}")
 
     async def _heal_all(self) -> None:
-        self._emptied = True
         for write in self._write_again:  # before the secret, whose absence says what has happened
             await write()
         await claim_schema_async(self._redis)
-        if await stored(self._redis.set(key_names.SECRET, self._secret, nx=True)):
-            said = "Redis came back empty: the sessions, records and counts of before are gone"
-            await note_loss_async(self._redis, WHOLE, said)
+        await note_loss_async(self._redis, WHOLE, EMPTIED)
+        await stored(self._redis.set(key_names.SECRET, self._secret, nx=True))

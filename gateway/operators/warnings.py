@@ -213,16 +213,9 @@ def not_loaded(version: int, servers: Iterable[ServerPush]) -> Iterator[str]:
             yield f"server {each.server} did not load version {version}: {each.error}; it is asked again"
 
 
-def emptied_redis(
-    trainer: TrainerReport, verdicts: Mapping[str, int], *, secret_is_there: bool
-) -> Iterator[str]:
-    """Whether Redis has lost its data: since this gateway started, or since the trainer's first step."""
-    if not secret_is_there:
-        yield (
-            "Redis has lost its data since this gateway started: the sessions and records of before are "
-            "gone. Restart the gateways, so that they share one secret again"
-        )
-    elif trainer.step and not trainer.rollouts_owed and not verdicts:
+def sessions_are_unknown(trainer: TrainerReport, verdicts: Mapping[str, int]) -> Iterator[str]:
+    """Whether Redis has lost its data between the trainer's first step and the start of this gateway."""
+    if trainer.step and not trainer.rollouts_owed and not verdicts:
         yield (
             f"the trainer is at step {trainer.step}, but Redis knows of no session that ever ended: it has "
             "lost its data, or the trainer belongs to another Redis"

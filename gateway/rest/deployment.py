@@ -13,7 +13,7 @@ from gateway.callers.key_store import NAME, ApiKey, KeyLimits, KeyUse
 from gateway.errors import ObjectNotFound
 from gateway.fleet.fleet_server import Registration
 from gateway.operators.pipeline import PipelineReport
-from gateway.operators.warnings import emptied_redis, failed_pushes, not_loaded
+from gateway.operators.warnings import failed_pushes, not_loaded, sessions_are_unknown
 from gateway.parts import GatewayParts, parts_of
 from gateway.rest import admin_actions, admin_policies, admin_trainer, export
 from gateway.rest.access import admins_only
@@ -154,7 +154,7 @@ async def system_status(gateway: GatewayParts, siblings: Siblings) -> SystemStat
     warnings += gateway.warnings.sentences(report, pressure, queue.dead_letters, last_error)
     warnings += await _push_warnings(gateway)
     warnings += await gateway.lost_keys.warnings()
-    warnings += emptied_redis(report, queue.verdicts, secret_is_there=await _secret_is_there(gateway))
+    warnings += sessions_are_unknown(report, queue.verdicts)
     if defaults := gateway.keys.defaults:
         warnings.append(default_keys_sentence(defaults))
     return SystemStatus(
@@ -267,11 +267,6 @@ async def _push_warnings(gateway: GatewayParts) -> list[str]:
     for push, version in {pin.id: pin.version for pin in plan.pins}.items():
         found += not_loaded(version, (await noted.server_pushes(push)).values())
     return found
-
-
-async def _secret_is_there(gateway: GatewayParts) -> bool:
-    """Whether Redis has the secret that this gateway found there, or stored, when it started."""
-    return gateway.identities.knows_secret(await stored(gateway.redis.get(key_names.SECRET)))
 
 
 async def _last_error(gateway: GatewayParts) -> str | None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace as replaced
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
+from gateway.operators.lost_keys import LostKeys
 from rollout_queue.http.callers import Keyring
 from rollout_queue.http.http_server import HttpThread
 from rollout_queue.protocol.gateway_messages import SystemStatus
@@ -295,13 +296,39 @@ def test_the_default_keys_are_a_warning(backends: Backends) -> None:
     )
 
 
+@pytest.mark.parametrize("poll", ["before", "after"])
+def test_an_empty_redis_is_a_warning_whenever_the_gateway_notices_it(
+    backends: Backends, poll: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A poll that writes the secret again may come while the warnings are collected."""
+    collect = LostKeys.warnings
+
+    async def beside_a_poll(lost_keys: LostKeys) -> list[str]:
+        if poll == "before":
+            await lost_keys.refresh()
+        warnings = await collect(lost_keys)
+        await lost_keys.refresh()
+        return warnings
+
+    backends.clear(None)
+    with backends.gateway() as gateway:
+        monkeypatch.setattr(LostKeys, "warnings", beside_a_poll)
+        backends.redis.flushdb()
+        assert "Redis has lost its data and came back empty" in lost(gateway)
+        backends.redis.set(key_names.SECRET, f"another gateway's, {poll}")
+        assert "restart the gateways" in lost(gateway)
+
+
 def test_a_redis_that_came_back_empty_is_a_warning(backends: Backends) -> None:
     backends.clear(None)
     with backends.gateway() as gateway:
         assert not lost(gateway)
         backends.redis.flushdb()
-        assert "Redis has lost its data since this gateway started" in lost(gateway)
+        assert "Redis has lost its data and came back empty" in lost(gateway)
+        wait_until(lambda: bool(backends.redis.exists(key_names.SECRET)))
     with backends.gateway() as gateway:  # one that starts on the empty Redis
+        assert "Redis has lost its data and came back empty" in lost(gateway), "for a day"
+        backends.redis.delete(key_names.LOSSES)
         assert not lost(gateway)
         last_seen = time.time()
         gateway.redis.hset(

@@ -301,7 +301,7 @@ def test_agents_and_the_trainer_go_on_when_everything_is_lost(system: System) ->
     assert [row.version for row in rows] == sorted({row.version for row in rows})
     assert len(rows) >= steps + 2
     assert set(system.statuses) == {200}
-    assert "Redis has lost its data since this gateway started" in system.said()
+    assert "Redis has lost its data and came back empty" in system.said()
     assert {each.rule for each in system.audit().findings} == {"redis_emptied"}
     assert system.redis.smembers(key_names.HELD) == {b"", b"engine-1"}
     del read

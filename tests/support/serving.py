@@ -49,6 +49,10 @@ def free_port() -> int:
         return port
 
 
+NOBODY = f"http://127.0.0.1:{free_port()}"
+"""Nothing listens at this address."""
+
+
 class _Server(uvicorn.Server):
     """Sets `begun` when the server accepts calls, or when its start has failed."""
 

@@ -1,5 +1,6 @@
 """The fixtures of trainer_service that these tests use."""
 
+from tests.support.queue.fixtures import redis  # noqa: F401 - pytest finds it here
 from tests.support.trainer_service.device import (  # noqa: F401 - pytest finds them here
     freed_memory,
     sparing_environment,

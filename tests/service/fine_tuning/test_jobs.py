@@ -19,7 +19,8 @@ from fine_tuning.settings import FineTuningLimits, FineTuningSettings
 from rollout_queue.protocol.gateway_messages import PolicyVersion
 from tests.support.environments.running import RunTest
 from tests.support.fine_tuning.left_jobs import left_queued
-from tests.support.fine_tuning.running import EQUAL, RunningJobs, fine_tuning, jsonl, sums
+from tests.support.fine_tuning.running import RunningJobs, fine_tuning, jsonl, sums
+from tests.support.reward_service.graders import CHECK
 from tests.support.waiting import wait_until
 
 PAGE = (Path(__file__).parents[3] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
@@ -79,7 +80,7 @@ def test_the_compute_multiplier_multiplies_the_answers_to_a_row(
 
 def test_the_grader_reads_the_row_the_answer_and_its_json(running: RunTest, service: RunningJobs) -> None:
     running.engine.answer = lambda prompt: '{"sum": 4}'
-    grader = {**EQUAL, "input": "{{sample.output_json.sum}}"}
+    grader = {**CHECK, "input": "{{sample.output_json.sum}}"}
     schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
     format_ = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema, "strict": True}}
     method = {"type": "reinforcement", "reinforcement": {"grader": grader, "response_format": format_}}
@@ -91,7 +92,7 @@ def test_the_grader_reads_the_row_the_answer_and_its_json(running: RunTest, serv
 def test_a_grader_that_fails_never_gives_a_reward_and_ends_the_job(
     running: RunTest, service: RunningJobs
 ) -> None:
-    grader = {**EQUAL, "reference": "{{item.no_such_field}}"}
+    grader = {**CHECK, "reference": "{{item.no_such_field}}"}
     job = service.ended(service.start(sums(8), grader).id)
     assert_failed(job, "episodes_failed", "invalid_variable_error")
     assert {each["reward"] for each in running.sessions()} == {None}

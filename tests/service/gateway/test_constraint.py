@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.gateway.body_parts import GET_IT, OTHER
 from tests.support.gateway.families_agent import TOOL
 from tests.support.gateway.running import RunningGateway
 
-OTHER: Any = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
-GET_IT: Any = {"type": "function", "function": {"name": "get"}}
 SCHEMA: Any = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
 JSON: Any = {"type": "json_object"}

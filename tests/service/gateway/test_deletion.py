@@ -3,7 +3,6 @@
 import gc
 import json
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -25,13 +24,6 @@ from tests.support.waiting import wait_until
 
 MARK = "zebrafinch"
 CACHE = type(cache(str))
-
-
-@pytest.fixture
-def other(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
-    with backends.gateway() as other:
-        wait_until(lambda: other.get("/ready").status_code == 200)
-        yield other
 
 
 def delete_user(gateway: RunningGateway, user: str, key: str = ADMIN_KEY) -> httpx.Response:

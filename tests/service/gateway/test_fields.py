@@ -4,20 +4,22 @@ from typing import Any
 
 import pytest
 
+from tests.support.gateway.body_parts import (
+    CALL,
+    CHAT_TOOL,
+    FUNCTION,
+    HI,
+    ITEM_CALL,
+    MY_TOOL,
+    OUTPUT,
+    RESULT,
+    TEXT,
+    TOOL,
+    USE,
+)
 from tests.support.gateway.running import RunningGateway
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-HI: Any = {"role": "user", "content": "hi"}
-FUNCTION: Any = {"name": "get", "parameters": {"type": "object"}}
-CHAT_TOOL: Any = {"type": "function", "function": FUNCTION}
-TOOL: Any = {"type": "function", **FUNCTION}
-MY_TOOL: Any = {"name": "get", "input_schema": {"type": "object"}}
-CALL: Any = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}
-ITEM_CALL: Any = {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"}
-OUTPUT: Any = {"type": "function_call_output", "call_id": "c", "output": "7"}
-USE: Any = {"type": "tool_use", "id": "c", "name": "get", "input": {}}
-RESULT: Any = {"type": "tool_result", "tool_use_id": "c", "content": "7"}
-TEXT: Any = {"type": "text", "text": "hi"}
 CACHED: Any = {"cache_control": {"type": "ephemeral"}}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [HI]},

@@ -12,10 +12,9 @@ from PIL import Image
 from pyarrow import parquet
 from tokenizers import Tokenizer
 
-from rollout_queue.contract.codec import decode
 from rollout_queue.contract.export_rows import ExportRow, episode_of, row_from_json
-from rollout_queue.contract.records import Turn
 from rollout_queue.redis import key_names
+from tests.support.gateway.conversation import recorded
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.images import asking, data_url, encoded, image_of, noise_url, opened, shown
@@ -24,13 +23,6 @@ CHAT = "/v1/chat/completions"
 WIDE = noise_url(96, 64, seed=1)
 """It has 3 by 2 tokens."""
 TALL = noise_url(64, 96, seed=2)
-
-
-def turns_of(gateway: RunningGateway, session_id: str) -> list[Turn]:
-    """The session's turns, oldest first."""
-    fields: Any = gateway.redis.hgetall(key_names.session(session_id))
-    turns = [decode(value) for name, value in fields.items() if name.startswith(b"t:")]
-    return sorted((turn for turn in turns if isinstance(turn, Turn)), key=lambda turn: turn.started_at)
 
 
 def say(gateway: RunningGateway, session: dict[str, Any], *messages: Any, **more: Any) -> Any:
@@ -52,7 +44,7 @@ def test_the_engine_gets_one_pad_for_an_image_and_the_turn_records_all(
     say(seeing, session, asking("look", WIDE, "there"))
     (asked,) = seeing.engine.requests
     (url,) = asked["image_data"]
-    (turn,) = turns_of(seeing, session["session_id"])
+    (turn,) = recorded(seeing, session["session_id"])
     (image,) = turn.images
     png = seeing.redis.get(key_names.image(image.sha256))
     assert isinstance(png, bytes)
@@ -99,7 +91,7 @@ def test_the_next_call_extends_the_turn_and_sends_all_images_again(seeing: Runni
     ask = asking("look", WIDE)
     answer = say(seeing, session, ask)
     say(seeing, session, ask, answer, asking(TALL, "and this"))
-    one, two = turns_of(seeing, session["session_id"])
+    one, two = recorded(seeing, session["session_id"])
     asked = seeing.engine.requests[1]
     (image,) = two.images
     assert (two.relation, two.parent_id) == ("extends", one.turn_id)
@@ -113,7 +105,7 @@ def test_a_conversation_with_another_image_of_the_same_size_is_another_one(seein
     session = seeing.session()
     answer = say(seeing, session, asking("look", WIDE))
     say(seeing, session, asking("look", noise_url(96, 64, seed=9)), answer, asking("more"))
-    one, two = turns_of(seeing, session["session_id"])
+    one, two = recorded(seeing, session["session_id"])
     assert two.parent_id is None
     assert two.images[0].sha256 != one.images[0].sha256
     assert two.context_ids[: len(one.context_ids)] == one.context_ids
@@ -138,7 +130,7 @@ def test_a_sampled_pad_is_not_sent_again_as_an_image(
     ask = asking("look", WIDE)
     answer = say(seeing, session, ask)
     say(seeing, session, ask, answer, asking("more"))
-    assert turns_of(seeing, session["session_id"])[0].output_ids.count(pad) == 1
+    assert recorded(seeing, session["session_id"])[0].output_ids.count(pad) == 1
     assert seeing.engine.requests[1]["input_ids"].count(pad) == 1
 
 
@@ -151,7 +143,7 @@ def test_an_answer_of_an_engine_that_counts_other_tokens_is_not_begun_or_recorde
         seeing.engine.last_words, seeing.engine.miscounted = last_words, miscounted
         reply = seeing.post(path, {"messages": [asking(WIDE)], "stream": stream})
         assert (reply.status_code, "data:" in reply.text) == (503, False), reply.text
-    assert turns_of(seeing, session["session_id"]) == []
+    assert recorded(seeing, session["session_id"]) == []
 
 
 def test_another_engine_continues_an_answer_to_an_image(seeing: RunningGateway) -> None:
@@ -162,7 +154,7 @@ def test_another_engine_continues_an_answer_to_an_image(seeing: RunningGateway) 
     assert "[DONE]" in seeing.post(path, {"messages": [asking(WIDE)], "stream": True}).text
     one, two = seeing.engine.requests
     assert two["image_data"] == one["image_data"]
-    (turn,) = turns_of(seeing, session["session_id"])
+    (turn,) = recorded(seeing, session["session_id"])
     assert two["input_ids"] == [*one["input_ids"], *turn.output_ids[:2]]
 
 
@@ -335,7 +327,7 @@ def test_the_bytes_lie_once_and_go_with_the_last_session_that_shows_them(seeing:
     sessions = [seeing.session(user="ann"), seeing.session(user="bob")]
     for session in sessions:
         say(seeing, session, asking("look", WIDE, TALL if session is sessions[0] else "here"))
-    (wide,) = {image.sha256 for image in turns_of(seeing, sessions[1]["session_id"])[0].images}
+    (wide,) = {image.sha256 for image in recorded(seeing, sessions[1]["session_id"])[0].images}
     assert len(stored_images(seeing)) == 2
     assert seeing.call("DELETE", f"/sessions/{sessions[0]['session_id']}").status_code == 200
     assert stored_images(seeing) == {wide}
@@ -366,7 +358,7 @@ def test_exports_show_where_images_lie_and_an_admin_reads_their_bytes(seeing: Ru
     session = seeing.session()
     say(seeing, session, asking("look", WIDE))
     seeing.post(f"/sessions/{session['session_id']}/finish", {"status": "completed", "reward": 1.0})
-    (turn,) = turns_of(seeing, session["session_id"])
+    (turn,) = recorded(seeing, session["session_id"])
     (row,) = map(row_from_json, seeing.get("/admin/export", key=ADMIN_KEY).content.splitlines())
     assert isinstance(row, ExportRow)
     assert row.images == turn.images

@@ -2,12 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-import pytest
 
 from gateway.sessions.lifetime import CallsInFlight
 from rollout_queue.contract.head import SessionHead
@@ -40,13 +38,6 @@ SAMPLED: list[dict[str, Any]] = [
     {"train_side_calls": False},
 ]
 """What decides how calls are sampled, rendered and labelled."""
-
-
-@pytest.fixture
-def other(gateway: RunningGateway, backends: Backends) -> Iterator[RunningGateway]:
-    with backends.gateway() as other:
-        wait_until(lambda: other.get("/ready").status_code == 200)
-        yield other
 
 
 def call(gateway: RunningGateway, session_id: str = "run-1", **more: Any) -> Any:

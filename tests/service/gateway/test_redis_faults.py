@@ -18,10 +18,9 @@ from tests.support.gateway.calls import Call
 from tests.support.gateway.deployment import Deploy, gateway_thread, ready, traffic
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
-from tests.support.queue.load import NOBODY
 from tests.support.queue.servers import WatchedMaster
 from tests.support.redis_process import RedisProcess
-from tests.support.serving import free_port, serving
+from tests.support.serving import NOBODY, free_port, serving
 from tests.support.waiting import wait_until
 from weir.audit.audit import audit
 from weir.audit.audit_sources import Sources

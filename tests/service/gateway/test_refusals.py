@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 from gateway.errors import InvalidRequest
 from gateway.language.tokenizer import PASSAGE_CHARS, PIECE_CHARS, BareTokenizer, at_most
+from tests.support.gateway.body_parts import HI
 from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
 from tests.support.waiting import wait_until
 
-HI: Any = {"role": "user", "content": "hi"}
 LONG: Any = {"role": "user", "content": "word " * 6000}
 UNKNOWN: Any = {"type": "item_reference", "id": f"msg_{'0' * 32}"}
 TOOL: Any = {"type": "function", "function": {"name": "get"}}

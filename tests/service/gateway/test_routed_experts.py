@@ -13,9 +13,8 @@ from gateway.app import create_app
 from gateway.fleet.event_stream import EventStream
 from gateway.generations import generation
 from gateway.settings import GatewaySettings
-from rollout_queue.contract.codec import decode
-from rollout_queue.contract.records import RoutedExperts, Turn
-from rollout_queue.redis import key_names
+from rollout_queue.contract.records import RoutedExperts
+from tests.support.gateway.conversation import recorded
 from tests.support.gateway.fake_engine import Interruption
 from tests.support.gateway.running import Backends, RunningGateway
 
@@ -47,13 +46,6 @@ def replaying(backends: Backends, replaying_url: tuple[str, bytes]) -> Iterator[
 
 def expert_of(position: int) -> int:
     return position % 251
-
-
-def recorded(gateway: RunningGateway, session_id: str) -> list[Turn]:
-    """The session's turns, oldest first."""
-    fields: Any = gateway.redis.hgetall(key_names.session(session_id))
-    turns = [decode(value) for name, value in fields.items() if name.startswith(b"t:")]
-    return sorted((turn for turn in turns if isinstance(turn, Turn)), key=lambda turn: turn.started_at)
 
 
 def expected(first: int, end: int) -> RoutedExperts:

@@ -8,13 +8,11 @@ from urllib.parse import unquote
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.gateway.body_parts import CALL, FUNCTION, HI
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNT, TOKENS = "/v1/messages", "/v1/messages/count_tokens", "/inference/v1/generate"
-HI: Any = {"role": "user", "content": "hi"}
-FUNCTION: Any = {"name": "get", "parameters": {"type": "object"}}
-CALL: Any = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {
         "messages": [HI, {"role": "assistant", "content": "yes", "tool_calls": [CALL]}, HI],

@@ -21,10 +21,10 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.losses import losses_in
 from rollout_queue.redis.stream_reader import StreamReader
 from rollout_queue.redis.stream_writer import StreamWriter
-from tests.support.queue.load import NOBODY
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.redis_process import RedisProcess
+from tests.support.serving import NOBODY
 from weir.audit.audit import audit
 from weir.audit.audit_facts import ClientAnswer
 from weir.audit.audit_sources import Sources

@@ -3,7 +3,6 @@
 import gzip
 import re
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -162,13 +161,6 @@ def test_heads_are_bounded(client: TestClient) -> None:
 
 
 RETRY_S = 0.01
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with redis_at(redis_url) as client:
-        client.flushdb()
-        yield client
 
 
 def leave_a_lease(redis: Redis, lease_s: float) -> None:

@@ -1,7 +1,7 @@
 """`weir audit` of a real trainer on a real Redis finds no fault in sound runs, and the ids of each fault."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,12 @@ from typer.testing import CliRunner
 from rollout_queue.contract.codec import decode, encode
 from rollout_queue.contract.records import Turn, Verdict
 from rollout_queue.redis import key_names
-from tests.support.redis_clients import redis_at
+from tests.support.serving import NOBODY
 from tests.support.trainer_service.crash import Crash, crash
 from tests.support.trainer_service.harness import MakeHarness, turn
-from tests.support.trainer_service.redis_agents import NOBODY
 from tests.support.trainer_service.redis_trainer import RedisTrainer
 from trainer_service.storage import checkpoint
 from weir.__main__ import app
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with redis_at(redis_url) as client:
-        client.flushdb()
-        yield client
 
 
 class Audited(RedisTrainer):

@@ -27,9 +27,8 @@ from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.queue.memory_stream import MemoryStream
 from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.redis_process import RedisProcess
-from tests.support.serving import serving
+from tests.support.serving import NOBODY, serving
 from tests.support.trainer_service.harness import Harness, MakeHarness
-from tests.support.trainer_service.redis_agents import NOBODY
 from tests.support.waiting import wait_until
 from trainer_service.__main__ import connect
 from weir.audit.audit import Report, audit

@@ -29,7 +29,7 @@ from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.claimed import claimed_reader
 from tests.support.long_cases import cases
 from tests.support.queue.records import turn as agents_turn
-from tests.support.redis_clients import async_redis_at, redis_at
+from tests.support.redis_clients import async_redis_at
 from tests.support.redis_process import RedisProcess
 from tests.support.trainer_service.crash import Crash
 from tests.support.trainer_service.harness import MakeHarness, turn
@@ -42,13 +42,6 @@ from weir.importing import ImportReport, import_files
 
 ENDINGS = ("killed before a checkpoint", "killed after a checkpoint", "told to stop", "its disk was lost")
 LATE = ("group_incomplete", "its group went on without it")
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with redis_at(redis_url) as client:
-        client.flushdb()
-        yield client
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from rollout_queue.redis.lease import Lease
 from rollout_queue.redis.stream_reader import StreamReader
 from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.redis_clients import redis_at
-from tests.support.serving import free_port
+from tests.support.serving import NOBODY, free_port
 from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import create_app
 from trainer_service.shared_state import SharedState
@@ -46,8 +46,6 @@ from weir.audit.audit import audit
 from weir.audit.audit_sources import Sources
 from weir.audit.evidence import EvidenceMissing, read_ledger
 from weir.stack.service_process import http_ready
-
-NOBODY = f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from rollout_queue.contract.serving_plan import Admissible, ServingPlan
 from rollout_queue.redis import key_names
 from tests.support.redis_clients import redis_at
 from tests.support.redis_process import RedisProcess
-from tests.support.serving import free_port
+from tests.support.serving import NOBODY, free_port
 from tests.support.weir.small_trainer import SmallTrainer, answer
 from weir.__main__ import app
 from weir.audit.audit import audit
@@ -30,8 +30,6 @@ from weir.backup.backup import BackupPlan, back_up
 from weir.backup.manifest import BackupBroken, BackupManifest
 from weir.backup.restore import RestoreTarget, restore
 from weir.errors import StackError
-
-NOBODY = f"http://127.0.0.1:{free_port()}"
 
 
 class Place:

@@ -30,7 +30,7 @@ from rollout_queue.protocol.gateway_messages import NO_SIGN_OF_LIFE, SystemStatu
 from rollout_queue.protocol.message import ModelCheck
 from rollout_queue.redis import key_names
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY
-from tests.support.serving import free_port, serving
+from tests.support.serving import NOBODY, free_port, serving
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 from tests.support.weir.examined import ExaminedSystem, examined_system
@@ -42,8 +42,6 @@ from weir.stack.run_keys import with_keys
 from weir.stack.settings import StackSettings
 from weir.stack.stack_state import ProcessState, StackState
 from weir.status import rows_of
-
-NOBODY = f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,13 @@ from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from rollout_queue.redis.settings import RedisSettings
 from tests.support.redis_process import RedisProcess
-from tests.support.serving import free_port
+from tests.support.serving import NOBODY, free_port
 from tests.support.waiting import PATIENCE_S, wait_until
 from weir.doctor.deployment_facts import DeploymentFacts, DiskFacts, MachineFacts, RedisFacts, ServiceFacts
 from weir.doctor.doctor import examine, examined
 from weir.doctor.targets import Targets
 from weir.stack.service_process import redis_ready
 from weir.stack.stack_state import ProcessState, StackState
-
-NOBODY = f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

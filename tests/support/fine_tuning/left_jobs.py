@@ -5,7 +5,8 @@ from typing import Any
 
 from fine_tuning.jobs import FineTuningJob, JobStore
 from fine_tuning.settings import FineTuningLimits
-from tests.support.fine_tuning.running import EQUAL, jsonl, sums
+from tests.support.fine_tuning.running import jsonl, sums
+from tests.support.reward_service.graders import CHECK
 
 
 def job_of(number: int, **more: Any) -> FineTuningJob:
@@ -13,7 +14,7 @@ def job_of(number: int, **more: Any) -> FineTuningJob:
     request = {
         "model": "policy",
         "training_file": "file-1",
-        "method": {"type": "reinforcement", "reinforcement": {"grader": EQUAL}},
+        "method": {"type": "reinforcement", "reinforcement": {"grader": CHECK}},
         **more,
     }
     return FineTuningJob(

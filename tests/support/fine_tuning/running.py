@@ -12,18 +12,12 @@ from openai.types.fine_tuning import FineTuningJob
 
 from fine_tuning.app import create_app
 from fine_tuning.settings import FineTuningSettings
+from tests.support.reward_service.graders import CHECK
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
 ENDED = ("succeeded", "failed", "cancelled")
 QUICK: dict[str, Any] = {"poll_every_s": 0.05, "settle_s": 0.1, "group_size": 2}
-EQUAL = {
-    "type": "string_check",
-    "name": "equal",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-    "operation": "eq",
-}
 
 
 def sums(count: int, **more: Any) -> list[dict[str, Any]]:
@@ -58,7 +52,7 @@ class RunningJobs:
         body = more.pop("body", {})
         method: Any = {
             "type": "reinforcement",
-            "reinforcement": {"grader": grader or EQUAL, "hyperparameters": more},
+            "reinforcement": {"grader": grader or CHECK, "hyperparameters": more},
         }
         file_id = self.upload(rows)
         return self.openai.fine_tuning.jobs.create(

@@ -37,6 +37,13 @@ def stored(gateway: RunningGateway, session: dict[str, Any]) -> list[Turn]:
     return [each for each in records if isinstance(each, Turn) and each.session_id == session["session_id"]]
 
 
+def recorded(gateway: RunningGateway, session_id: str) -> list[Turn]:
+    """The session's turns, oldest first."""
+    fields: Any = gateway.redis.hgetall(key_names.session(session_id))
+    turns = [decode(value) for name, value in fields.items() if name.startswith(b"t:")]
+    return sorted((turn for turn in turns if isinstance(turn, Turn)), key=lambda turn: turn.started_at)
+
+
 def trainable(gateway: RunningGateway, session: dict[str, Any]) -> list[Turn]:
     turns = stored(gateway, session)
     orphans = orphans_of(turns)

@@ -13,16 +13,14 @@ from tokenizers import Tokenizer
 from gateway.edge.calls import CallKey, InFlightCall, InFlightCalls
 from gateway.language.tokenizer_files import tokenizer_of
 from tests.support.gateway.deployment import Deploy, Deployment, ready
-from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import ANSWER, GatedEngine
 from tests.support.gateway.processes import Processes
 from tests.support.gateway.retry_counts import RetryCounts
-from tests.support.gateway.running import Backends, RunningGateway
+from tests.support.gateway.running import Backends, RunningGateway, backends_in
 from tests.support.gateway.scripted_trainer import ScriptedTrainer, scripted_trainer
-from tests.support.redis_clients import redis_at
 from tests.support.rollout_server.in_process import server_thread
 from tests.support.rollout_server.weights import write_model
-from tests.support.serving import free_port, serving
+from tests.support.serving import free_port
 from tests.support.tiny_vision_model import make_tiny_vision_model
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
@@ -33,22 +31,15 @@ SHARED_POLL_S = 0.2
 
 @pytest.fixture(scope="session")
 def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
-    # These gateways outlive a test. In their own database, they cannot expire the sessions of other tests.
-    own = redis_url.removesuffix("0") + "1"
-    backends = Backends(own, tiny_model, tokenizer, redis_at(own), FakeEngine(tokenizer))
-    with serving(backends) as backends.engine_url:
+    with backends_in(1, redis_url, tiny_model, tokenizer) as backends:
         yield backends
-    backends.redis.close()
 
 
 @pytest.fixture(scope="module")
 def own_backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
     """The same in a database where no gateway of another module drives pushes."""
-    own = redis_url.removesuffix("0") + "3"
-    backends = Backends(own, tiny_model, tokenizer, redis_at(own), FakeEngine(tokenizer))
-    with serving(backends) as backends.engine_url:
+    with backends_in(3, redis_url, tiny_model, tokenizer) as backends:
         yield backends
-    backends.redis.close()
 
 
 @pytest.fixture
@@ -209,8 +200,5 @@ def _gated(gateway: RunningGateway, backends: Backends) -> RunningGateway:
 def processes(
     redis_url: str, tiny_model: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Processes]:
-    own = redis_url.removesuffix("0") + "4"
-    backends = Backends(own, tiny_model, tokenizer, redis_at(own), FakeEngine(tokenizer))
-    with serving(backends) as backends.engine_url:
+    with backends_in(4, redis_url, tiny_model, tokenizer) as backends:
         yield Processes(backends, tmp_path_factory.mktemp("gateways"))
-    backends.redis.close()

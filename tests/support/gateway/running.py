@@ -16,6 +16,7 @@ from gateway.settings import GatewaySettings
 from rollout_queue.redis import key_names
 from rollout_queue.service_log import AccessLog
 from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.redis_clients import redis_at
 from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
@@ -179,3 +180,13 @@ class Backends:
         with self.gateway(**settings) as gateway:
             wait_until(lambda: gateway.get("/ready").status_code == 200)
             yield gateway
+
+
+@contextmanager
+def backends_in(database: int, redis_url: str, model_path: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
+    """Backends that outlive a test: their gateways cannot expire the sessions in other databases."""
+    own = redis_url.removesuffix("0") + str(database)
+    backends = Backends(own, model_path, tokenizer, redis_at(own), FakeEngine(tokenizer))
+    with serving(backends) as backends.engine_url:
+        yield backends
+    backends.redis.close()

@@ -9,8 +9,7 @@ import pytest
 from playwright.sync_api import Browser
 from tokenizers import Tokenizer
 
-from tests.support.gateway.fake_engine import FakeEngine
-from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway, backends_in
 from tests.support.page.browser import (
     WHY_NOT,
     WIDE,
@@ -24,8 +23,6 @@ from tests.support.page.browser import (
 )
 from tests.support.page.client import PageClient
 from tests.support.page.deployment import ShownDeployment, shown_deployment
-from tests.support.redis_clients import redis_at
-from tests.support.serving import serving
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +37,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
-    own = redis_url.removesuffix("0") + "6"
-    backends = Backends(own, tiny_model, tokenizer, redis_at(own), FakeEngine(tokenizer))
-    with serving(backends) as backends.engine_url:
+    with backends_in(6, redis_url, tiny_model, tokenizer) as backends:
         yield backends
-    backends.redis.close()
 
 
 @pytest.fixture(scope="session")

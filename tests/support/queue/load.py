@@ -17,14 +17,12 @@ from rollout_queue.redis.stream_reader import StreamReader
 from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
-from tests.support.serving import free_port
+from tests.support.serving import NOBODY
 from tests.support.waiting import wait_until_async
 from weir.audit.audit import Report, audit
 from weir.audit.audit_facts import ClientAnswer
 from weir.audit.audit_sources import Sources
 
-NOBODY = f"http://127.0.0.1:{free_port()}"
-"""The address of a trainer that is not running."""
 AGENTS = 8
 TURNS = 3
 PAUSE_S = 0.02

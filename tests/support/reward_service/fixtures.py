@@ -6,20 +6,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.gateway.fake_engine import FakeEngine
-from tests.support.gateway.running import Backends, RunningGateway
-from tests.support.redis_clients import redis_at
-from tests.support.serving import serving
+from tests.support.gateway.running import Backends, RunningGateway, backends_in
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="session")
 def reward_backends(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
-    own = redis_url.removesuffix("0") + "6"
-    backends = Backends(own, tiny_model, tokenizer, redis_at(own), FakeEngine(tokenizer))
-    with serving(backends) as backends.engine_url:
+    with backends_in(6, redis_url, tiny_model, tokenizer) as backends:
         yield backends
-    backends.redis.close()
 
 
 @pytest.fixture

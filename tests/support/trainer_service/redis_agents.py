@@ -11,11 +11,7 @@ from rollout_queue.redis.session_deletion import StreamDeleter
 from rollout_queue.redis.session_retention import RedisForgetter
 from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.redis_clients import async_redis_at
-from tests.support.serving import free_port
 from tests.support.trainer_service.harness import turn
-
-NOBODY = f"http://127.0.0.1:{free_port()}"
-"""The address of a trainer that is not running, so that the audit reads the ledger from its checkpoints."""
 
 
 class RedisAgents:

@@ -8,8 +8,9 @@ from redis import Redis
 from rollout_queue.redis import key_names
 from tests.support.claimed import claimed_reader
 from tests.support.queue.memory_stream import MemoryStream
+from tests.support.serving import NOBODY
 from tests.support.trainer_service.harness import Harness, MakeHarness
-from tests.support.trainer_service.redis_agents import NOBODY, RedisAgents
+from tests.support.trainer_service.redis_agents import RedisAgents
 from weir.audit.audit import audit
 from weir.audit.audit_facts import Finding
 from weir.audit.audit_sources import Sources

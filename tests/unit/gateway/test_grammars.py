@@ -15,9 +15,9 @@ from gateway.language.constraint import constraint_of, shown_tools
 from gateway.language.grammar_cost import fitted, steps_of
 from gateway.language.render import ChatRenderer
 from gateway.language.schema import check_pattern
+from tests.support.gateway.body_parts import OTHER
 from tests.support.gateway.families_agent import TOOL, RendererOf
 
-OTHER: Any = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
 JSON: Any = {"type": "json_object"}
 
 

@@ -19,26 +19,28 @@ from gateway.edge.errors import api_error
 from gateway.errors import InvalidRequest
 from gateway.language.render import ChatRenderer
 from gateway.language.schema import MAX_BYTES
+from tests.support.gateway.body_parts import (
+    CALL,
+    CHAT_TOOL,
+    FUNCTION,
+    GET_IT,
+    HI,
+    ITEM_CALL,
+    MY_TOOL,
+    OTHER,
+    OUTPUT,
+    RESULT,
+    TEXT,
+    TOOL,
+    USE,
+)
 from tests.support.gateway.examples import no_bodies
 from tests.support.gateway.families_agent import renderer_of
 
 Row = tuple[Any, str | None]
 """Fields that replace those of a sound body, or the bytes of a body; and the field that the error names."""
-HI: Any = {"role": "user", "content": "hi"}
-TEXT: Any = {"type": "text", "text": "hi"}
 SCHEMA: Any = {"type": "object", "properties": {}}
-FUNCTION: Any = {"name": "get", "parameters": {"type": "object"}}
-OTHER: Any = {"type": "function", "function": {"name": "put", "parameters": {"type": "object"}}}
-GET_IT: Any = {"type": "function", "function": {"name": "get"}}
-CHAT_TOOL: Any = {"type": "function", "function": FUNCTION}
-TOOL: Any = {"type": "function", **FUNCTION}
-MY_TOOL: Any = {"name": "get", "input_schema": {"type": "object"}}
 CUSTOM: Any = {"type": "custom", "custom": {"name": "x"}}
-CALL: Any = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}
-ITEM_CALL: Any = {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"}
-OUTPUT: Any = {"type": "function_call_output", "call_id": "c", "output": "7"}
-USE: Any = {"type": "tool_use", "id": "c", "name": "get", "input": {}}
-RESULT: Any = {"type": "tool_result", "tool_use_id": "c", "content": "7"}
 PART: Any = {"type": "input_image", "image_url": "http://x/y.png"}
 DOCUMENT: Any = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
 

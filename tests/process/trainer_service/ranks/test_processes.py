@@ -172,13 +172,6 @@ Start = Callable[..., Process]
 
 
 @pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with redis_at(redis_url) as client:
-        client.flushdb()
-        yield client
-
-
-@pytest.fixture
 def start(pair: RankPair, tmp_path: Path, model_path: Path, redis: Redis, redis_url: str) -> Iterator[Start]:
     started: list[Process] = []
 

@@ -37,6 +37,11 @@ class InvalidRequest(GatewayError):
     """The request is malformed, contradicts itself, or asks for a feature that the gateway lacks."""
 
 
+def invalid(param: str, why: str, code: str | None = None) -> InvalidRequest:
+    """The refusal of one field, whose name begins the sentence."""
+    return InvalidRequest(f"{param}: {why}", param=param, code=code)
+
+
 class RequestRefused(InvalidRequest):
     """An engine refused the request. Every other engine would refuse it as well."""
 

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from gateway.dialects.fields import Refusals, check_unread
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, invalid
 from rollout_queue.foreign_json import MOST_VALUES, TooManyValues, check_values, read_json
 
 ONLY_TOKENS = "this path does not serve it; /inference/v1/generate does"
@@ -219,7 +219,7 @@ def check_other(name: str, value: Any, path: str, served: Container[str]) -> Non
     if plain not in OTHERS:
         plain = name
     elif plain in served and value is not None and value not in OTHERS[plain][0]:
-        raise InvalidRequest(f"{path}: write it {plain}", param=path)
+        raise invalid(path, f"write it {plain}")
     check_unread(plain, value, OTHERS, path)
 
 
@@ -253,7 +253,7 @@ def decode_body(body: bytes, kind: type[T], context_length: int = 0) -> T:
 def _check_lists(decoded: msgspec.Struct) -> None:
     for name in LISTS:
         if len(value := getattr(decoded, name, None) or ()) > MOST_ITEMS and isinstance(value, list):
-            raise InvalidRequest(f"{name}: more than {MOST_ITEMS}", param=name)
+            raise invalid(name, f"more than {MOST_ITEMS}")
 
 
 def _decode(body: bytes, kind: type[T]) -> T:

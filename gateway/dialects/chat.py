@@ -60,7 +60,7 @@ from gateway.dialects.wire import (
     stop_strings,
     usage_of,
 )
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, invalid
 from gateway.generations.generation import Call, Generation
 from gateway.language.call_syntax import SYNTAX_OF_FAMILY
 from gateway.language.chat_messages import Message, Tool, in_call_order
@@ -93,11 +93,11 @@ def begun_of(request: ChatRequest, messages: list[Message]) -> tuple[list[Messag
     """The messages, and the text with which the answer begins. Raises InvalidRequest for a contradiction."""
     continues, param = bool(request.continue_final_message), "continue_final_message"
     if request.add_generation_prompt is not None and request.add_generation_prompt is continues:
-        raise _invalid("add_generation_prompt", f"contradicts {param}")
+        raise invalid("add_generation_prompt", f"contradicts {param}")
     if not continues:
         return messages, ""
     if messages[-1]["role"] != "assistant":
-        raise _invalid(param, "the last message is not the assistant's")
+        raise invalid(param, "the last message is not the assistant's")
     return split_begun(messages, param)
 
 
@@ -127,22 +127,22 @@ def _functions_of(request: ChatRequest, family: Family) -> ChatTools:
     """The functions of the request as tools of which an answer calls at most one."""
     functions, choice = request.functions or [], request.function_call
     if not functions:
-        raise _invalid("function_call", "there are no functions to choose from")
+        raise invalid("function_call", "there are no functions to choose from")
     for name in ("tools", "tool_choice"):
         if getattr(request, name):
-            raise _invalid(name, "functions are given already")
+            raise invalid(name, "functions are given already")
     if family.syntax not in SYNTAX_OF_FAMILY or family.call_ids or family.text_calls:
-        raise _invalid("functions", f"use tools: {family.name} cannot be held to one call without an id")
+        raise invalid("functions", f"use tools: {family.name} cannot be held to one call without an id")
     for index, function in enumerate(functions):
         check_function(function, f"functions[{index}]")
     check_names((f"functions[{index}].name", each["name"]) for index, each in enumerate(functions))
     if isinstance(choice, dict):
         check_fields(choice, NAMED, "function_call")
         if choice.get("name") not in [function["name"] for function in functions]:
-            raise _invalid("function_call", "there is no function of this name")
+            raise invalid("function_call", "there is no function of this name")
         choice = {"type": "function", "function": choice}
     elif choice not in (None, "auto", "none"):
-        raise _invalid("function_call", "auto, none, or a function by its name")
+        raise invalid("function_call", "auto, none, or a function by its name")
     return ChatTools([_tool(function) for function in functions], choice, False)
 
 
@@ -159,7 +159,7 @@ def form_of(request: ChatRequest) -> tuple[JsonObject | AnswerForm | None, str]:
     if form is None:
         return request.response_format, "response_format"
     if request.response_format is not None and request.response_format.get("type") != "text":
-        raise InvalidRequest(f"{param}: response_format is given already", param=param)
+        raise invalid(param, "response_format is given already")
     return form, param
 
 
@@ -167,7 +167,7 @@ def check_messages(messages: Sequence[Message], sees: bool = False) -> None:
     """Raises InvalidRequest for an empty list, and for a message that is malformed, or not text. With `sees`,
     users and tools may show images."""
     if not messages:
-        raise InvalidRequest("messages: give at least one", param="messages")
+        raise invalid("messages", "give at least one")
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         known = isinstance(role, str) and role in CHAT_MESSAGES
@@ -175,23 +175,23 @@ def check_messages(messages: Sequence[Message], sees: bool = False) -> None:
             continue
         where = f"messages[{index}]"
         if not (isinstance(role, str) and known):
-            raise _invalid(f"{where}.role", f"{role!r} is no role")
+            raise invalid(f"{where}.role", f"{role!r} is no role")
         if isinstance(content, list):
             for at, part in enumerate(content):
                 _check_part(part, f"{where}.content[{at}]", sees and role in SHOWN)
         elif not (content is None or isinstance(content, str)):
-            raise _invalid(f"{where}.content", "neither text nor a list of parts")
+            raise invalid(f"{where}.content", "neither text nor a list of parts")
         check_fields(message, CHAT_MESSAGES[role], where)
         if role != "assistant" and content in (None, []):  # some clients leave empty fields of answers out
-            raise _invalid(f"{where}.content", "missing")
+            raise invalid(f"{where}.content", "missing")
         for name in TEXTS & message.keys():
             if not isinstance(message[name], str | None):
-                raise _invalid(f"{where}.{name}", "not text")
+                raise invalid(f"{where}.{name}", "not text")
         if (calls := message.get("tool_calls")) is not None:
             _check_calls(calls, f"{where}.tool_calls")
         if (call := message.get("function_call")) is not None:
             if not isinstance(call, dict) or calls:
-                raise _invalid(f"{where}.function_call", "not a call, or beside tool_calls")
+                raise invalid(f"{where}.function_call", "not a call, or beside tool_calls")
             check_fields(call, CALLED, f"{where}.function_call")
 
 
@@ -200,7 +200,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
     for index, tool in enumerate(tools):
         function, where = tool.get("function"), f"tools[{index}].function"
         if tool.get("type") != "function" or not isinstance(function, dict):
-            raise InvalidRequest("tools: each is a function", param="tools")
+            raise invalid("tools", "each is a function")
         check_function(function, where)
         check_fields(tool, CHAT_TOOL, f"tools[{index}]")
     check_names(
@@ -211,11 +211,11 @@ def check_tools(tools: Sequence[Tool]) -> None:
 def check_function(function: Tool, where: str) -> None:
     """Raises InvalidRequest for a malformed definition of a function."""
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise _invalid(f"{where}.name", "not a name")
+        raise invalid(f"{where}.name", "not a name")
     if not isinstance(function.get("description"), str | None):
-        raise _invalid(f"{where}.description", "not text")
+        raise invalid(f"{where}.description", "not text")
     if not isinstance(function.get("parameters"), dict | None):
-        raise _invalid(f"{where}.parameters", "not a JSON schema")
+        raise invalid(f"{where}.parameters", "not a JSON schema")
     check_fields(function, FUNCTION, where)
 
 
@@ -226,15 +226,15 @@ def thinking_of(request: ChatRequest) -> tuple[ThinkingChoice, str]:
         return effort_of(request.reasoning_effort, "reasoning_effort"), "reasoning_effort"
     for name, value in kwargs.items():  # each may change the prompt, so none is ignored
         if name not in (*SWITCHES, "reasoning_effort") and value is not None:
-            raise _invalid(f"{param}.{name}", "this gateway hands no other options to the chat template")
+            raise invalid(f"{param}.{name}", "this gateway hands no other options to the chat template")
     effort = request.reasoning_effort or kwargs.get("reasoning_effort")
     chosen = effort_of(effort, f"{param}.reasoning_effort")
     for name in SWITCHES:
         switch = kwargs.get(name)
         if not isinstance(switch, bool | None):
-            raise InvalidRequest(f"{param}.{name}: neither true nor false", param=f"{param}.{name}")
+            raise invalid(f"{param}.{name}", "neither true nor false")
         if switch is not None and chosen.on not in (None, switch):
-            raise InvalidRequest(f"{param}.{name}: contradicts the effort {effort}", param=f"{param}.{name}")
+            raise invalid(f"{param}.{name}", f"contradicts the effort {effort}")
         if switch is not None:
             chosen = ThinkingChoice(switch, chosen.effort)
     return chosen, param
@@ -266,30 +266,26 @@ def _check_part(part: Any, where: str, sees: bool) -> None:
     if isinstance(part, str):
         return
     if not isinstance(part, dict):
-        raise _invalid(where, "a part is neither text nor an object")
+        raise invalid(where, "a part is neither text nor an object")
     kind = part.get("type", "text")
     if sees and kind == "image_url":
         return
     if kind not in TEXT_PARTS:
-        raise _invalid(where, f"this model reads text here, not {kind}")
+        raise invalid(where, f"this model reads text here, not {kind}")
     name = "refusal" if kind == "refusal" else "text"
     if not isinstance(part.get(name), str):
-        raise _invalid(where, "the text of a part is not a string")
+        raise invalid(where, "the text of a part is not a string")
     check_fields(part, REFUSAL_PART if kind == "refusal" else TEXT_PART, where)
 
 
 def _check_calls(calls: Any, where: str) -> None:
     if not isinstance(calls, list):
-        raise _invalid(where, "not a list of function calls")
+        raise invalid(where, "not a list of function calls")
     for at, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            raise _invalid(f"{where}[{at}]", "not a function call")
+            raise invalid(f"{where}[{at}]", "not a function call")
         check_fields(call, CHAT_CALL, f"{where}[{at}]")
         check_fields(call["function"], CALLED, f"{where}[{at}].function")
-
-
-def _invalid(where: str, message: str) -> InvalidRequest:
-    return InvalidRequest(f"{where}: {message}", param=where)
 
 
 class Chat:

@@ -28,7 +28,7 @@ from gateway.dialects.wire import (
     stop_strings,
     usage_of,
 )
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, invalid
 from gateway.generations.generation import Call, Generation
 from gateway.language.constraint import Constraint, constraint_of_text
 from gateway.language.deltas import Delta
@@ -95,11 +95,11 @@ def check(request: CompletionRequest) -> None:
     check_sampling(request)
     check_metadata(request.metadata)
     if request.best_of not in (None, request.n or 1):
-        raise InvalidRequest("best_of: every sample is returned, so best_of must equal n", param="best_of")
+        raise invalid("best_of", "every sample is returned, so best_of must equal n")
     if request.suffix:
-        raise InvalidRequest("suffix: this model cannot insert text before a suffix", param="suffix")
+        raise invalid("suffix", "this model cannot insert text before a suffix")
     if request.logprobs is not None and not 0 <= request.logprobs <= 20:
-        raise InvalidRequest(f"logprobs: {request.logprobs} is not within 0 and 20", param="logprobs")
+        raise invalid("logprobs", f"{request.logprobs} is not within 0 and 20")
     if request.echo and request.logprobs is not None:
         raise InvalidRequest("echo with logprobs: only sampled tokens have logprobs here", param="echo")
 
@@ -108,15 +108,15 @@ def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
     """The prompts as a list. Raises InvalidRequest for no prompt, too many, or an id outside [0, 2**31)."""
     prompt = request.prompt
     if prompt is None or prompt == [] or prompt == "":
-        raise InvalidRequest("prompt: give text or token ids", param="prompt")
+        raise invalid("prompt", "give text or token ids")
     if isinstance(prompt, str):
         return [prompt]
     prompts: list[Any] = [prompt] if isinstance(prompt[0], int) else prompt
     if len(prompts) * (request.n or 1) > MAX_ANSWERS:
-        raise InvalidRequest(f"prompt: at most {MAX_ANSWERS} answers in one call", param="prompt")
+        raise invalid("prompt", f"at most {MAX_ANSWERS} answers in one call")
     for each in prompts:
         if not isinstance(each, str | list) or (isinstance(each, list) and not all(map(_is_id, each))):
-            raise InvalidRequest("prompt: text, token ids, or a list of either", param="prompt")
+            raise invalid("prompt", "text, token ids, or a list of either")
     return prompts
 
 

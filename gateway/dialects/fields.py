@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 
 MOST_PATHS = 32
 MOST_PATH_CHARS = 128
@@ -61,7 +61,7 @@ _READING: ContextVar[Reading | None] = ContextVar("reading", default=None)
 def note_unknown(path: str) -> None:
     """Note an unknown field. Raises InvalidRequest that names it, if such fields are refused."""
     if (ignored := _READING.get()) is None:
-        raise InvalidRequest(f"{path}: unknown field", param=path, code="unknown_parameter")
+        raise invalid(path, "unknown field", code="unknown_parameter")
     ignored.add(path)
 
 
@@ -92,7 +92,7 @@ def verbosity_of(value: Any, param: str) -> Mapping[str, str]:
     if value is None:
         return {}
     if value not in VERBOSITIES:
-        raise InvalidRequest(f"{param}: one of {', '.join(VERBOSITIES)}", param=param)
+        raise invalid(param, f"one of {', '.join(VERBOSITIES)}")
     return {"verbosity": value}
 
 
@@ -101,13 +101,13 @@ def refuse_unserved(body: msgspec.Struct, refusals: Refusals) -> None:
     for name, (neutral, reason) in refusals.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
-            raise InvalidRequest(f"{name}: {reason}", param=name)
+            raise invalid(name, reason)
 
 
 def check_metadata(metadata: Mapping[str, Any] | None, param: str = "metadata") -> None:
     """Raises InvalidRequest for metadata over the limit, in the field `param`."""
     if metadata and len(msgspec.json.encode(metadata)) > MAX_METADATA_BYTES:
-        raise InvalidRequest(f"{param}: more than {MAX_METADATA_BYTES} bytes of JSON", param=param)
+        raise invalid(param, f"more than {MAX_METADATA_BYTES} bytes of JSON")
 
 
 class Fields(msgspec.Struct, frozen=True):
@@ -133,7 +133,7 @@ def check_names(names: Iterable[tuple[str, str]]) -> None:
     known: set[str] = set()
     for path, name in names:
         if name in known:
-            raise InvalidRequest(f"{path}: another tool has the name {name[:128]!r}, too", param=path)
+            raise invalid(path, f"another tool has the name {name[:128]!r}, too")
         known.add(name)
 
 
@@ -145,7 +145,7 @@ def check_unread(name: str, value: Any, refusals: Refusals, path: str) -> None:
     if name not in refusals:
         note_unknown(path)
     elif value not in refusals[name][0]:
-        raise InvalidRequest(f"{path}: {refusals[name][1]}", param=path)
+        raise invalid(path, refusals[name][1])
 
 
 CHAT: Refusals = {

@@ -17,7 +17,7 @@ from gateway.dialects.fields import (
     check_fields,
 )
 from gateway.dialects.wire import JsonObject
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.language.image_reading import image_part
 
 SHOWN = frozenset({"user", "tool", "function"})
@@ -43,7 +43,7 @@ def chat_image(part: JsonObject, where: str) -> JsonObject:
     check_fields(part, IMAGE_PART, where)
     given: Any = part.get("image_url")
     if not isinstance(given, dict):
-        raise _invalid(f"{where}.image_url", "an object with the field url")
+        raise invalid(f"{where}.image_url", "an object with the field url")
     check_fields(given, IMAGE_URL, f"{where}.image_url")
     return image_part(given.get("url"), f"{where}.image_url.url")
 
@@ -59,17 +59,13 @@ def image_block(block: JsonObject, where: str) -> JsonObject:
     check_fields(block, IMAGE_BLOCK, where)
     source: Any = block.get("source")
     if not isinstance(source, dict):
-        raise _invalid(f"{where}.source", "not an object")
+        raise invalid(f"{where}.source", "not an object")
     check_fields(source, IMAGE_SOURCE, f"{where}.source")
     if source.get("type") == "url":
         return image_part(source.get("url"), f"{where}.source.url")
     media_type, data = source.get("media_type"), source.get("data")
     if source.get("type") != "base64":
-        raise _invalid(f"{where}.source.type", "base64 or url")
+        raise invalid(f"{where}.source.type", "base64 or url")
     if not isinstance(media_type, str) or not isinstance(data, str):
-        raise _invalid(f"{where}.source", "give media_type and data")
+        raise invalid(f"{where}.source", "give media_type and data")
     return image_part(f"data:{media_type};base64,{data}", f"{where}.source.data")
-
-
-def _invalid(where: str, message: str) -> InvalidRequest:
-    return InvalidRequest(f"{where}: {message}", param=where)

@@ -55,7 +55,7 @@ from gateway.dialects.wire import (
     split_begun,
     stop_strings,
 )
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import in_call_order
 from gateway.language.constraint import constraint_of, shown_tools
@@ -100,7 +100,7 @@ class Messages:
     def _read(self, body: bytes) -> ParsedRequest:
         request = request_of(body, self._renderer.context_length)
         if request.max_tokens is None:
-            raise InvalidRequest("max_tokens: give a limit for the answer", param="max_tokens")
+            raise invalid("max_tokens", "give a limit for the answer")
         check_sampling(request)
         model, shows_ids = request.model or self._model_name, bool(request.return_token_ids)
         return ParsedRequest(
@@ -122,7 +122,7 @@ def request_of(body: bytes, context_length: int = 0) -> MessagesRequest:
     """Decode a body. Raises InvalidRequest for a malformed body, or a `thread` in place of all messages."""
     request = decode_body(body, MessagesRequest, context_length)
     if request.thread is not None:
-        raise InvalidRequest("thread: this gateway keeps no threads; send all messages", param="thread")
+        raise invalid("thread", "this gateway keeps no threads; send all messages")
     refuse_unserved(request, MESSAGES)
     check_metadata(request.metadata)
     return request

@@ -29,7 +29,7 @@ from gateway.dialects.fields import (
 from gateway.dialects.image_parts import image_block, is_image, joined
 from gateway.dialects.messages_wire import RAW_ARGUMENTS, MessagesRequest, Sign
 from gateway.dialects.wire import JsonObject
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.language.chat_messages import Message, Tool, arguments_text
 from gateway.language.thinking import ThinkingChoice, effort_of
 
@@ -51,7 +51,7 @@ def format_of(request: MessagesRequest) -> tuple[JsonObject | None, str]:
     if form is None:
         form, param = request.output_format, "output_format"
     if form is not None and not (isinstance(form, dict) and form.get("type") == "json_schema"):
-        raise InvalidRequest(f"{param}: its type is json_schema", param=param)
+        raise invalid(param, "its type is json_schema")
     check_format(form, param)
     return form, param
 
@@ -68,9 +68,9 @@ def thinking_of(request: MessagesRequest) -> tuple[ThinkingChoice, str]:
     check_fields(given, THINKING, "thinking")
     kind, budget = given.get("type"), given.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
-        raise InvalidRequest("thinking.type: enabled, disabled or adaptive", param="thinking.type")
+        raise invalid("thinking.type", "enabled, disabled or adaptive")
     if given.get("display") not in (None, "summarized", OMITTED):
-        raise InvalidRequest("thinking.display: summarized or omitted", param="thinking.display")
+        raise invalid("thinking.display", "summarized or omitted")
     if budget is not None or kind == "enabled":
         _check_budget(budget, request)
     if kind == "adaptive":
@@ -85,9 +85,9 @@ def _check_budget(budget: Any, request: MessagesRequest) -> None:
     between their calls may have more."""
     param, most = "thinking.budget_tokens", request.max_tokens
     if not (type(budget) is int and LEAST_TOKENS <= budget <= MOST_TOKENS):
-        raise _invalid(param, f"a number from {LEAST_TOKENS} to {MOST_TOKENS}")
+        raise invalid(param, f"a number from {LEAST_TOKENS} to {MOST_TOKENS}")
     if most is not None and budget >= most and not request.tools:
-        raise _invalid(param, f"less than max_tokens, which is {most}")
+        raise invalid(param, f"less than max_tokens, which is {most}")
 
 
 def _effort_of(request: MessagesRequest) -> tuple[ThinkingChoice, str]:
@@ -101,7 +101,7 @@ def _effort_of(request: MessagesRequest) -> tuple[ThinkingChoice, str]:
         if (own := message.get("output_config")) is not None:
             where = f"messages[{index}].output_config"
             if not isinstance(own, dict):
-                raise _invalid(where, "not an object")
+                raise invalid(where, "not an object")
             check_fields(own, MESSAGE_CONFIG, where)
             if own.get("effort") is not None:
                 effort, param = own["effort"], f"{where}.effort"
@@ -135,7 +135,7 @@ def read_thoughts(request: MessagesRequest, sign: Sign) -> None:
             given = signature.encode(errors="replace")
             if not (isinstance(thought, str) and hmac.compare_digest(given, sign(thought).encode())):
                 param = f"messages[{index}].content[{at}].signature"
-                raise InvalidRequest(f"{param}: not the signature of this thought", param=param)
+                raise invalid(param, "not the signature of this thought")
 
 
 def _carried(text: str) -> str | None:
@@ -153,7 +153,7 @@ def conversation(request: MessagesRequest, sees: bool = False) -> list[Message]:
     Raises InvalidRequest that names a malformed message, or one that the model cannot read.
     """
     if not request.messages:
-        raise InvalidRequest("messages: give at least one", param="messages")
+        raise invalid("messages", "give at least one")
     messages: list[Message] = []
     if request.system:
         messages.append({"role": "system", "content": _text(request.system, "system")})
@@ -161,7 +161,7 @@ def conversation(request: MessagesRequest, sees: bool = False) -> list[Message]:
         where = f"messages[{index}]"
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
-            raise _invalid(f"{where}.role", f"{role!r} is no role")
+            raise invalid(f"{where}.role", f"{role!r} is no role")
         if content is None and role == "assistant":
             content = []  # some clients leave empty fields out
         check_fields(message, MESSAGE, where)
@@ -170,9 +170,9 @@ def conversation(request: MessagesRequest, sees: bool = False) -> list[Message]:
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
         elif not isinstance(content, list):
-            raise _invalid(f"{where}.content", "neither text nor a list of blocks")
+            raise invalid(f"{where}.content", "neither text nor a list of blocks")
         elif not content and role != "assistant":  # an answer may be empty
-            raise _invalid(f"{where}.content", "no block")
+            raise invalid(f"{where}.content", "no block")
         elif role == "assistant":
             messages.append(_assistant_message(content, f"{where}.content"))
         else:
@@ -234,14 +234,14 @@ def _assistant_message(blocks: list[Any], where: str) -> Message:
 def _thought(block: JsonObject, where: str) -> str:
     thought = block.get("thinking")
     if not isinstance(thought, str | None):
-        raise _invalid(where, "not text")
+        raise invalid(where, "not text")
     return thought or ""
 
 
 def _call(block: JsonObject, where: str) -> JsonObject:
     name, given = block.get("name"), block.get("input")
     if not isinstance(name, str):
-        raise _invalid(f"{where}.name", "a tool_use without a name")
+        raise invalid(f"{where}.name", "a tool_use without a name")
     raw = given.get(RAW_ARGUMENTS) if isinstance(given, dict) and len(given) == 1 else None
     function = {"name": name, "arguments": raw if isinstance(raw, str) else arguments_text(given)}
     return {"id": str(block.get("id", "")), "type": "function", "function": function}
@@ -251,7 +251,7 @@ def _text(content: Any, where: str, kinds: frozenset[str] = IN_TEXT) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _invalid(where, "neither text nor a list of blocks")
+        raise invalid(where, "neither text nor a list of blocks")
     for at, block in enumerate(content):
         _kind(block, kinds, f"{where}[{at}]")
     return "".join([_text_of(block, f"{where}[{at}]") for at, block in enumerate(content)])
@@ -261,10 +261,10 @@ def _kind(block: Any, kinds: frozenset[str], where: str) -> str:
     """The type of a block, which is one of `kinds`. Raises InvalidRequest for any other, and for a field of
     the block that is not served."""
     if not isinstance(block, dict):
-        raise _invalid(where, "a block is an object")
+        raise invalid(where, "a block is an object")
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        raise _invalid(f"{where}.type", f"this model does not read {str(kind)[:80]!r} here")
+        raise invalid(f"{where}.type", f"this model does not read {str(kind)[:80]!r} here")
     check_fields(block, BLOCKS[kind], where)
     return kind
 
@@ -273,21 +273,17 @@ def _text_of(block: JsonObject, where: str) -> str:
     """The text of a block of text, of a document whose source is text, or of a reference to a tool."""
     if block["type"] == "tool_reference":
         if not isinstance(block.get("tool_name"), str):
-            raise _invalid(f"{where}.tool_name", "not a name")
+            raise invalid(f"{where}.tool_name", "not a name")
         return f"{block['tool_name']}\n"
     if block["type"] == "text":
         if not isinstance(block.get("text"), str):
-            raise _invalid(f"{where}.text", "not text")
+            raise invalid(f"{where}.text", "not text")
         return str(block["text"])
     source = block.get("source")
     if isinstance(source, dict) and source.get("type") == "text" and isinstance(source.get("data"), str):
         check_fields(source, SOURCE, f"{where}.source")
         return str(source["data"])
-    raise _invalid(f"{where}.source", "this model reads text only")
-
-
-def _invalid(where: str, message: str) -> InvalidRequest:
-    return InvalidRequest(f"{where}: {message}", param=where)
+    raise invalid(f"{where}.source", "this model reads text only")
 
 
 HOSTED = re.compile(
@@ -303,7 +299,7 @@ def choice_of(tool_choice: Mapping[str, Any] | None) -> str | JsonObject:
     if kind == "tool" and tool_choice is not None:
         return {"type": "function", "name": tool_choice.get("name")}
     if kind not in ("auto", "any", "none"):
-        raise InvalidRequest("tool_choice: its type is auto, any, tool or none", param="tool_choice")
+        raise invalid("tool_choice", "its type is auto, any, tool or none")
     return "required" if kind == "any" else str(kind)
 
 
@@ -324,16 +320,16 @@ def tools_of(request: MessagesRequest) -> list[Tool] | None:
         if _hosted(tool) is not None:
             continue
         if not isinstance(tool.get("name"), str) or not tool["name"]:
-            raise _invalid(f"{where}.name", "not a name")
+            raise invalid(f"{where}.name", "not a name")
         schema = tool.get("input_schema")
         if kind not in (None, "custom") and schema is None:
-            raise _invalid(f"{where}.type", f"{str(kind)[:80]!r} is not known; give an input_schema")
+            raise invalid(f"{where}.type", f"{str(kind)[:80]!r} is not known; give an input_schema")
         if not isinstance(schema, dict):
-            raise _invalid(f"{where}.input_schema", "not a JSON schema")
+            raise invalid(f"{where}.input_schema", "not a JSON schema")
         check_fields(tool, MESSAGES_TOOL, where)
         for name in ("strict", "defer_loading"):
             if not isinstance(tool.get(name), bool | None):
-                raise _invalid(f"{where}.{name}", "neither true nor false")
+                raise invalid(f"{where}.{name}", "neither true nor false")
         names.append((f"{where}.name", tool["name"]))
         if tool["name"] in deferred:
             continue
@@ -343,9 +339,7 @@ def tools_of(request: MessagesRequest) -> list[Tool] | None:
         tools.append({"type": "function", "function": function})
     check_names(names)
     if not names:
-        raise _invalid(
-            "tools[0].type", f"this gateway runs no {request.tools[0]['type']!r}; give other tools"
-        )
+        raise invalid("tools[0].type", f"this gateway runs no {request.tools[0]['type']!r}; give other tools")
     return tools or None
 
 

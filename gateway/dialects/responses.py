@@ -40,7 +40,7 @@ from gateway.dialects.wire import (
     given_fields,
     left_out,
 )
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order
 from gateway.language.constraint import constraint_of, shown_tools
@@ -153,13 +153,13 @@ def check(request: ResponsesRequest) -> None:
     check_format((request.text or {}).get("format"), FORMAT)
     check_choice(request.tool_choice)
     if not isinstance((request.text or {}).get("format"), dict | None):
-        raise InvalidRequest(f"{FORMAT}: not an object", param=FORMAT)
+        raise invalid(FORMAT, "not an object")
     if request.background and request.stream:
-        raise InvalidRequest("stream: an answer in the background is read by its id", param="stream")
+        raise invalid("stream", "an answer in the background is read by its id")
     if request.background and request.store is False:
-        raise InvalidRequest("store: an answer in the background is stored", param="store")
+        raise invalid("store", "an answer in the background is stored")
     if not request.input and not request.previous_response_id:
-        raise InvalidRequest("input: give text, or at least one item", param="input")
+        raise invalid("input", "give text, or at least one item")
 
 
 def thinking_of(request: ResponsesRequest) -> ThinkingChoice:
@@ -168,8 +168,7 @@ def thinking_of(request: ResponsesRequest) -> ThinkingChoice:
     check_fields(reasoning, REASONING, "reasoning")
     for name in ("summary", "generate_summary"):
         if reasoning.get(name) not in (None, "auto"):
-            message = f"reasoning.{name}: thoughts are shown whole, not as summaries"
-            raise InvalidRequest(message, param=f"reasoning.{name}")
+            raise invalid(f"reasoning.{name}", "thoughts are shown whole, not as summaries")
     return effort_of(reasoning.get("effort"), EFFORT)
 
 
@@ -188,7 +187,7 @@ async def _resolved(store: ResponseStore, items: list[Item]) -> list[Item]:
     for index, name in wanted.items():
         if not isinstance(name, str) or name not in stored:
             where = f"input[{index}].id"
-            raise InvalidRequest(f"{where}: no item {name!r} is stored", param=where)
+            raise invalid(where, f"no item {name!r} is stored")
     return [stored[str(wanted[index])] if index in wanted else item for index, item in enumerate(items)]
 
 

@@ -21,7 +21,7 @@ from gateway.dialects.fields import (
 from gateway.dialects.image_parts import input_image, is_image, joined
 from gateway.dialects.responses_wire import Item
 from gateway.dialects.wire import TEXT_PARTS, JsonObject
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.language.chat_messages import Message, Tool, text_of
 from gateway.language.image_pads import has_image
 
@@ -72,7 +72,7 @@ def messages_of(items: Sequence[Item], sees: bool = False) -> list[Message]:
                 answer = None
                 messages.append(_message(item, where, sees))
             case _:
-                raise _invalid(f"{where}.type", f"this gateway reads no item of type {kind!r}")
+                raise invalid(f"{where}.type", f"this gateway reads no item of type {kind!r}")
     for message in messages:
         message.setdefault("content", "")
     return messages
@@ -140,15 +140,15 @@ def functions_of(tools: Sequence[Tool] | None) -> list[Tool] | None:
         where = f"tools[{index}]"
         kind = tool.get("type")
         if not isinstance(kind, str):
-            raise _invalid(f"{where}.type", "a tool says its type")
+            raise invalid(f"{where}.type", "a tool says its type")
         if kind in HOSTED or kind in UNSERVED:
             continue
         if kind != "function":
-            raise _invalid(f"{where}.type", f"this gateway serves functions, not {kind[:80]!r}")
+            raise invalid(f"{where}.type", f"this gateway serves functions, not {kind[:80]!r}")
         if not isinstance(tool.get("name"), str) or not tool["name"]:
-            raise _invalid(f"{where}.name", "a function says its name, beside its type")
+            raise invalid(f"{where}.name", "a function says its name, beside its type")
         if not isinstance(tool.get("parameters"), dict | None):
-            raise _invalid(f"{where}.parameters", "the parameters of a function are a JSON schema")
+            raise invalid(f"{where}.parameters", "the parameters of a function are a JSON schema")
         check_fields(tool, RESPONSES_TOOL, where)
         names.append((f"{where}.name", tool["name"]))
         fields = ("name", "description", "parameters", "strict")
@@ -156,7 +156,7 @@ def functions_of(tools: Sequence[Tool] | None) -> list[Tool] | None:
         functions.append({"type": "function", "function": function})
     check_names(names)
     if tools and not functions:
-        raise _invalid("tools[0].type", f"this gateway runs no {tools[0]['type']!r}; give functions")
+        raise invalid("tools[0].type", f"this gateway runs no {tools[0]['type']!r}; give functions")
     return functions or None
 
 
@@ -172,7 +172,7 @@ def left_out_of(tools: Sequence[Tool] | None, items: Sequence[Item]) -> list[str
 def _message(item: Item, where: str, sees: bool) -> Message:
     role = item.get("role")
     if role not in ROLES:
-        raise _invalid(f"{where}.role", f"{role!r} is no role")
+        raise invalid(f"{where}.role", f"{role!r} is no role")
     content = _shown(item.get("content"), f"{where}.content", sees and role == "user")
     return {"role": role, "content": content}
 
@@ -180,18 +180,18 @@ def _message(item: Item, where: str, sees: bool) -> Message:
 def _call(item: Item, where: str) -> Message:
     call_id, name, arguments = item.get("call_id"), item.get("name"), item.get("arguments")
     if not isinstance(name, str):
-        raise _invalid(f"{where}.name", "a function call says the function's name")
+        raise invalid(f"{where}.name", "a function call says the function's name")
     if not isinstance(call_id, str):
-        raise _invalid(f"{where}.call_id", "a function call has a call_id")
+        raise invalid(f"{where}.call_id", "a function call has a call_id")
     if not isinstance(arguments, str):
-        raise _invalid(f"{where}.arguments", "the arguments of a function call are text")
+        raise invalid(f"{where}.arguments", "the arguments of a function call are text")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _result(item: Item, where: str, sees: bool) -> Message:
     call_id = item.get("call_id")
     if not isinstance(call_id, str):
-        raise _invalid(f"{where}.call_id", "the output of a function call names the call")
+        raise invalid(f"{where}.call_id", "the output of a function call names the call")
     output = _shown(item.get("output"), f"{where}.output", sees)
     return {"role": "tool", "tool_call_id": call_id, "content": output}
 
@@ -212,19 +212,19 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _invalid(where, "neither text nor a list of parts")
+        raise invalid(where, "neither text nor a list of parts")
     return "".join([_part(part, f"{where}[{index}]") for index, part in enumerate(content)])
 
 
 def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict):
-        raise _invalid(where, "a part is an object")
+        raise invalid(where, "a part is an object")
     kind = part.get("type")
     if kind not in TEXT_PARTS:
-        raise _invalid(where, f"this model reads text here, not {kind}")
+        raise invalid(where, f"this model reads text here, not {kind}")
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
-        raise _invalid(where, "the text of a part is not text")
+        raise invalid(where, "the text of a part is not text")
     check_fields(part, REFUSAL_PART if kind == "refusal" else TEXT_PART, where)
     return text
 
@@ -234,7 +234,7 @@ def _reasoning(item: Item, where: str) -> str:
     for name in ("content", "summary"):
         parts = item.get(name)
         if not isinstance(parts, list | None):
-            raise _invalid(f"{where}.{name}", "not a list of parts")
+            raise invalid(f"{where}.{name}", "not a list of parts")
         texts = [_thought(part, f"{where}.{name}[{at}]") for at, part in enumerate(parts or ())]
         if text := "\n".join(filter(None, texts)):
             return text
@@ -248,7 +248,3 @@ def _thought(part: Any, where: str) -> str:
     check_fields(part, TEXT_PART, where)
     text = part.get("text")
     return text if isinstance(text, str) else ""
-
-
-def _invalid(where: str, message: str) -> InvalidRequest:
-    return InvalidRequest(f"{where}: {message}", param=where)

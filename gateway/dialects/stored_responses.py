@@ -28,7 +28,7 @@ from gateway.dialects.base import RecordedAnswer
 from gateway.dialects.responses_input import items_of, messages_of
 from gateway.dialects.responses_wire import PREFIX, Item, ResponseState
 from gateway.dialects.wire import JsonObject, encode
-from gateway.errors import InvalidRequest, ObjectNotFound
+from gateway.errors import InvalidRequest, ObjectNotFound, invalid
 from gateway.generations.digests import chain
 from gateway.generations.generation import Generation
 from gateway.language.chat_messages import Message
@@ -149,8 +149,9 @@ class ResponseStore:
         if last is None:
             raise missing
         if last.status not in ENDED:
-            message = f"previous_response_id: the response is {last.status}"
-            raise InvalidRequest(message, param="previous_response_id", code="response_not_complete")
+            raise invalid(
+                "previous_response_id", f"the response is {last.status}", code="response_not_complete"
+            )
         messages: list[Message] = []
         for each in [*await self._earlier(last, missing), last]:
             messages += [*each.messages, *messages_of(each.output)]

@@ -29,7 +29,7 @@ from gateway.dialects.token_ids_wire import (
     TokenSamplingFields,
 )
 from gateway.dialects.wire import check_sampling, encode, given_fields, sampling_of, stop_strings, usage_of
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, invalid
 from gateway.generations.generation import Call, Generation
 from gateway.language.render import ChatRenderer
 from rollout_queue.contract.packed_tokens import TokenIds
@@ -81,38 +81,40 @@ def token_call(
 
 def _check_prompt(renderer: ChatRenderer, token_ids: Sequence[int], param: str) -> None:
     if not token_ids:
-        raise InvalidRequest(f"{param}: the prompt is empty", param=param)
+        raise invalid(param, "the prompt is empty")
     context, count = renderer.context_length, len(token_ids)
     if count >= context:
-        message = f"{param}: the prompt has {count} tokens; the context holds {context}, the answer included"
-        raise InvalidRequest(message, param=param, code="context_length_exceeded")
+        raise invalid(
+            param,
+            f"the prompt has {count} tokens; the context holds {context}, the answer included",
+            code="context_length_exceeded",
+        )
     _check_ids(renderer, token_ids, param)
 
 
 def _check_ids(renderer: ChatRenderer, token_ids: Sequence[int], param: str) -> None:
     vocabulary = renderer.config.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocabulary):
-        message = f"{param}: a token id lies outside the vocabulary of {vocabulary}"
-        raise InvalidRequest(message, param=param, code="token_out_of_vocabulary")
+        raise invalid(
+            param, f"a token id lies outside the vocabulary of {vocabulary}", code="token_out_of_vocabulary"
+        )
 
 
 def _check(renderer: ChatRenderer, parameters: TokenParameters, prompt_tokens: int) -> None:
     stop_ids, asked = parameters.stop_ids, parameters.asked
     if len(stop_ids) > MAX_STOP_IDS:
-        raise InvalidRequest(f"stop_token_ids: at most {MAX_STOP_IDS}", param="stop_token_ids")
+        raise invalid("stop_token_ids", f"at most {MAX_STOP_IDS}")
     _check_ids(renderer, stop_ids, "stop_token_ids")
     if parameters.ignore_eos and stop_ids:
-        message = "ignore_eos: the engine then ignores stop_token_ids, too; send only one of them"
-        raise InvalidRequest(message, param="ignore_eos")
+        raise invalid("ignore_eos", "the engine then ignores stop_token_ids, too; send only one of them")
     limit = asked.get("max_tokens")
     if limit is not None and asked.get("min_tokens", 0) > limit:
-        raise InvalidRequest("min_tokens: more than max_tokens", param="min_tokens")
+        raise invalid("min_tokens", "more than max_tokens")
     salt = parameters.cache_salt
     if salt is not None and not 0 < len(salt) <= MAX_SALT_CHARS:
-        raise InvalidRequest(f"cache_salt: a text of 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
+        raise invalid("cache_salt", f"a text of 1 to {MAX_SALT_CHARS} characters")
     if parameters.experts_from is not None and not 0 <= parameters.experts_from < prompt_tokens:
-        message = "routed_experts_prompt_start: a position in the prompt"
-        raise InvalidRequest(message, param="routed_experts_prompt_start")
+        raise invalid("routed_experts_prompt_start", "a position in the prompt")
 
 
 class TokenIdsDialect:
@@ -151,12 +153,10 @@ def parameters_of(request: TokenIdsRequest, vocab_size: int, router_replay: bool
     refuse_unserved(fields, SAMPLING)
     check_sampling(fields)
     if fields.return_routed_experts and not router_replay:
-        message = "return_routed_experts: this gateway records no experts (gateway.router_replay)"
-        raise InvalidRequest(message, param="return_routed_experts")
+        raise invalid("return_routed_experts", "this gateway records no experts (gateway.router_replay)")
     stop = stop_strings(fields.stop)
     if stop and fields.skip_special_tokens:
-        message = "skip_special_tokens: stop strings are looked for in the text with special tokens"
-        raise InvalidRequest(message, param="skip_special_tokens")
+        raise invalid("skip_special_tokens", "stop strings are looked for in the text with special tokens")
     asked = sampling_of(fields, vocab_size) | given_fields(fields, ("max_tokens",))
     if fields.min_tokens:
         asked["min_tokens"] = fields.min_tokens

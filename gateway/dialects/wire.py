@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.generations.generation import Generation, tokens_of
 from gateway.language.chat_messages import Message, text_of
 from gateway.language.constraint import (
@@ -123,9 +123,9 @@ def check_sampling(body: msgspec.Struct) -> None:
         if value is None:
             continue
         if value == 0 and name in ABOVE_ZERO:
-            raise InvalidRequest(f"{name}: not above 0", param=name)
+            raise invalid(name, "not above 0")
         if not low <= value <= high:
-            raise InvalidRequest(f"{name}: {value} is not within {low} and {high}", param=name)
+            raise invalid(name, f"{value} is not within {low} and {high}")
 
 
 @cache
@@ -150,15 +150,14 @@ def sampling_of(body: SamplingFields, vocab_size: int) -> JsonObject:
 def biases_of(logit_bias: Mapping[str, float], vocab_size: int) -> dict[str, float]:
     """OpenAI's `logit_bias`, by token id. Raises InvalidRequest for an id outside the vocabulary."""
     if len(logit_bias) > MAX_BIASES:
-        raise InvalidRequest(f"logit_bias: at most {MAX_BIASES} tokens", param="logit_bias")
+        raise invalid("logit_bias", f"at most {MAX_BIASES} tokens")
     for token_id, bias in logit_bias.items():
         if not (token_id.isascii() and token_id.isdecimal() and len(token_id) < 10):
-            raise InvalidRequest(f"logit_bias: {token_id[:32]!r} is not a token id", param="logit_bias")
+            raise invalid("logit_bias", f"{token_id[:32]!r} is not a token id")
         if int(token_id) >= vocab_size:
-            message = f"logit_bias: token id {token_id} lies outside the vocabulary of {vocab_size}"
-            raise InvalidRequest(message, param="logit_bias")
+            raise invalid("logit_bias", f"token id {token_id} lies outside the vocabulary of {vocab_size}")
         if not -100 <= bias <= 100:
-            raise InvalidRequest(f"logit_bias: {bias} is not within -100 and 100", param="logit_bias")
+            raise invalid("logit_bias", f"{bias} is not within -100 and 100")
     return {str(int(token_id)): bias for token_id, bias in logit_bias.items()}
 
 
@@ -172,7 +171,7 @@ def guided_form(body: GuidedFields) -> tuple[AnswerForm | None, str]:
         return None, ""
     param = given[0]
     if len(given) > 1:
-        raise InvalidRequest(f"{given[1]}: {param} is given already", param=given[1])
+        raise invalid(given[1], f"{param} is given already")
     if body.guided_choice is not None:
         return choice_form(body.guided_choice, param), param
     if body.guided_json is None:
@@ -182,7 +181,7 @@ def guided_form(body: GuidedFields) -> tuple[AnswerForm | None, str]:
         try:
             schema = read_json(schema)
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"{param}: not JSON: {error}", param=param) from error
+            raise invalid(param, f"not JSON: {error}") from error
     return schema_form(schema, param), param
 
 
@@ -198,11 +197,11 @@ def split_begun(messages: list[Message], param: str) -> tuple[list[Message], str
     last = messages[-1]
     text = text_of(last.get("content"))
     if last.get("tool_calls") or last.get("reasoning_content") or last.get("reasoning"):
-        raise InvalidRequest(f"{param}: an answer continues text, not calls or thoughts", param=param)
+        raise invalid(param, "an answer continues text, not calls or thoughts")
     if not text.strip() or text != text.rstrip():
-        raise InvalidRequest(f"{param}: the continued text is empty or ends with a space", param=param)
+        raise invalid(param, "the continued text is empty or ends with a space")
     if len(messages) == 1:
-        raise InvalidRequest(f"{param}: there is nothing before the text that is continued", param=param)
+        raise invalid(param, "there is nothing before the text that is continued")
     return messages[:-1], text
 
 
@@ -212,8 +211,7 @@ def refuse_constrained(constraint: Constraint, param: str) -> None:
     A grammar that only limits calls to one at a time is allowed.
     """
     if constraint.kind not in ("", "parallel_tool_calls"):
-        message = f"{param}: a grammar ({constraint.kind}) holds for a whole answer, not for its rest"
-        raise InvalidRequest(message, param=param)
+        raise invalid(param, f"a grammar ({constraint.kind}) holds for a whole answer, not for its rest")
 
 
 def left_out(kinds: Sequence[str]) -> JsonObject:
@@ -225,7 +223,7 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
     """Stop strings as a list, without empty ones. Raises InvalidRequest for more than MAX_STOPS."""
     given = [stop] if isinstance(stop, str) else stop or []
     if len(given) > MAX_STOPS:
-        raise InvalidRequest(f"stop: at most {MAX_STOPS} strings", param="stop")
+        raise invalid("stop", f"at most {MAX_STOPS} strings")
     return [text for text in given if text]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.language.call_syntax import (
     SYNTAX_OF_FAMILY,
     AnyTokens,
@@ -178,7 +178,7 @@ def constraint_of_text(form: AnswerForm, param: str, vocab_size: int) -> Constra
 def schema_form(schema: Any, param: str, *, strict: bool = False) -> AnswerForm:
     """JSON of the schema. Raises InvalidRequest if it is none, or cannot be enforced."""
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{param}: not a JSON schema", param=param)
+        raise invalid(param, "not a JSON schema")
     check_schema(schema, param, strict=strict)
     return AnswerForm("json_schema", JsonFormat(json_schema=schema, origin=FormatOrigin(param, strict)))
 
@@ -186,7 +186,7 @@ def schema_form(schema: Any, param: str, *, strict: bool = False) -> AnswerForm:
 def pattern_form(pattern: str, param: str) -> AnswerForm:
     """Text that a regular expression matches as a whole. Raises InvalidRequest for an empty or long one."""
     if not pattern:
-        raise InvalidRequest(f"{param}: an empty pattern", param=param)
+        raise invalid(param, "an empty pattern")
     check_pattern(pattern, param)
     return AnswerForm("regex", Pattern(pattern=pattern, origin=FormatOrigin(param, strict=True)))
 
@@ -194,7 +194,7 @@ def pattern_form(pattern: str, param: str) -> AnswerForm:
 def choice_form(choices: Sequence[str], param: str) -> AnswerForm:
     """One of the texts. Raises InvalidRequest for no text, an empty one, or too many."""
     if not (0 < len(choices) <= MAX_CHOICES and all(choices)):
-        raise InvalidRequest(f"{param}: 1 to {MAX_CHOICES} texts that are not empty", param=param)
+        raise invalid(param, f"1 to {MAX_CHOICES} texts that are not empty")
     return AnswerForm("choice", either([FixedText(value=choice) for choice in choices]))
 
 
@@ -209,8 +209,9 @@ def read_choice(tool_choice: str | Mapping[str, Any] | None) -> ToolChoice:
             return ToolChoice(allowed["mode"], _allowed_names(allowed.get("tools")))
     elif (name := _name_of(tool_choice)) is not None:
         return ToolChoice("required", (name,), single=True)
-    message = "tool_choice: auto, none, required, a function by its name, or allowed_tools with their mode"
-    raise InvalidRequest(message, param="tool_choice")
+    raise invalid(
+        "tool_choice", "auto, none, required, a function by its name, or allowed_tools with their mode"
+    )
 
 
 def _allowed_names(tools: Any) -> tuple[str, ...]:
@@ -218,7 +219,7 @@ def _allowed_names(tools: Any) -> tuple[str, ...]:
     listed = tools if isinstance(tools, list) else ()
     names = [name for each in listed if (name := _name_of(each)) is not None]
     if not names:
-        raise InvalidRequest("tool_choice: allowed_tools names no function", param="tool_choice")
+        raise invalid("tool_choice", "allowed_tools names no function")
     return tuple(names)
 
 
@@ -237,11 +238,11 @@ def _callable(tools: Sequence[Tool], choice: ToolChoice) -> Sequence[Tool]:
     if choice.names is None and (tools or choice.mode == "auto"):
         return tools
     if not tools:
-        raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
+        raise invalid("tool_choice", "there are no tools to choose from")
     names, known = choice.names or (), [tool["function"].get("name") for tool in tools]
     for name in names:
         if name not in known:
-            raise InvalidRequest(f"tool_choice: there is no function {name[:140]!r}", param="tool_choice")
+            raise invalid("tool_choice", f"there is no function {name[:140]!r}")
     return [tool for tool in tools if tool["function"].get("name") in names]
 
 
@@ -253,11 +254,11 @@ def _form_of(response_format: Mapping[str, Any] | None, param: str) -> AnswerFor
     if kind == "json_object":
         return AnswerForm("json_object", JsonFormat(json_schema={"type": "object"}))
     if kind != "json_schema":
-        raise InvalidRequest(f"{param}: its type is text, json_object or json_schema", param=param)
+        raise invalid(param, "its type is text, json_object or json_schema")
     inner = response_format.get("json_schema", response_format)
     schema = inner.get("schema") if isinstance(inner, Mapping) else None
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{param}: json_schema needs a schema", param=param)
+        raise invalid(param, "json_schema needs a schema")
     return schema_form(schema, param, strict=inner.get("strict") is True)
 
 
@@ -265,8 +266,7 @@ def _syntax_of(renderer: ChatRenderer, param: str) -> CallSyntax:
     syntax = SYNTAX_OF_FAMILY.get(renderer.family.syntax or "")
     if syntax is not None:
         return syntax
-    message = f"{param}: answers of the model family {renderer.family.name!r} cannot be constrained"
-    raise InvalidRequest(message, param=param)
+    raise invalid(param, f"answers of the model family {renderer.family.name!r} cannot be constrained")
 
 
 def _reasoning(renderer: ChatRenderer) -> list[Format]:

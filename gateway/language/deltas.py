@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, invalid
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.parsed_answer import ParsedAnswer, ToolCall
 from gateway.language.partial_parse import (
@@ -231,7 +231,7 @@ class BegunAnswerStream:
 
 
 def _cannot(why: str) -> InvalidRequest:
-    return InvalidRequest(f"messages: the last message cannot be continued: {why}", param="messages")
+    return invalid("messages", f"the last message cannot be continued: {why}")
 
 
 def before_stop(tokenizer: BareTokenizer, ids: Sequence[int], stop: str) -> list[int]:

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, invalid
 from gateway.language.call_syntax import (
     Alternatives,
     Format,
@@ -326,11 +326,11 @@ def _refusal(costs: Mapping[CostKey, FormatCost], vocab_size: int) -> InvalidReq
     param, advice = worst.origin.param, "make it smaller"
     if worst.origin.strict and worst.what.startswith(("minLength", "maxLength", "format")):
         advice = "make it smaller, or leave out strict"
-    message = (
-        f"{param}: {worst.what} makes the grammar too complex to compile for a vocabulary of {vocab_size} "
-        f"tokens: {advice}"
+    return invalid(
+        param,
+        f"{worst.what} makes the grammar too complex to compile for a vocabulary of {vocab_size} "
+        f"tokens: {advice}",
     )
-    return InvalidRequest(message, param=param)
 
 
 def _seconds(form: Format, vocab_size: int) -> float:

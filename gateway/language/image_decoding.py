@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, invalid
 from gateway.language.image_pads import DecodedImage, Vision
 
 MOST_SCANS = 64
@@ -90,9 +90,9 @@ def image_of(url: str, where: str, max_bytes: int) -> ClientImage:
     """The image of a data URL. Raises InvalidRequest for another media type, bad base64 or too many bytes."""
     head = DATA_URL.match(url, 0, 200)
     if head is None or not head[3]:
-        raise refusal(where, "a data URL begins with data:image/png;base64,")
+        raise invalid(where, "a data URL begins with data:image/png;base64,")
     if (head[1] or "").lower() not in MEDIA_TYPES:
-        raise refusal(
+        raise invalid(
             where, f"the media type {(head[1] or 'text/plain')[:80]!r} is not served: PNG, JPEG or WebP"
         )
     if (len(url) - head.end()) * 3 // 4 > max_bytes + 2:
@@ -100,7 +100,7 @@ def image_of(url: str, where: str, max_bytes: int) -> ClientImage:
     try:
         data = b"".join(_pieces(url, head.end()))
     except (binascii.Error, ValueError) as error:
-        raise refusal(where, "not base64") from error
+        raise invalid(where, "not base64") from error
     if len(data) > max_bytes:
         raise too_large(where, max_bytes)
     return ClientImage.of(data)
@@ -126,19 +126,22 @@ def png_of(data: bytes, where: str, vision: Vision, max_pixels: int, max_tokens:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
             width, height = opened.size
             if width * height > max_pixels:
-                raise refusal(where, f"{width} by {height} pixels; an image has at most {max_pixels} in all")
+                raise invalid(where, f"{width} by {height} pixels; an image has at most {max_pixels} in all")
             if opened.format != "MPO" and getattr(opened, "is_animated", False):
-                raise refusal(where, "an animation; send one image")
+                raise invalid(where, "an animation; send one image")
             if opened.format in JPEGS and has_too_many_scans(data):
-                raise refusal(where, f"a JPEG of more than {MOST_SCANS} scans")
+                raise invalid(where, f"a JPEG of more than {MOST_SCANS} scans")
             if vision.tokens(*_size(vision, width, height, where)) > max_tokens:
-                message = f"{where}: with this image, the prompt has more tokens than the context holds"
-                raise InvalidRequest(message, param=where, code="context_length_exceeded")
+                raise invalid(
+                    where,
+                    "with this image, the prompt has more tokens than the context holds",
+                    code="context_length_exceeded",
+                )
             plain = _in_rgb(ImageOps.exif_transpose(opened), where)
     except UnidentifiedImageError as error:
-        raise refusal(where, "no PNG, JPEG or WebP") from error
+        raise invalid(where, "no PNG, JPEG or WebP") from error
     except UNREADABLE as error:
-        raise refusal(where, f"the image cannot be decoded: {str(error)[:200]}") from error
+        raise invalid(where, f"the image cannot be decoded: {str(error)[:200]}") from error
     size = _size(vision, *plain.size, where)
     if size != plain.size:
         plain = plain.resize(size, Image.Resampling.BICUBIC)
@@ -153,14 +156,14 @@ def _size(vision: Vision, width: int, height: int, where: str) -> tuple[int, int
     try:
         return vision.size(width, height)
     except InvalidRequest as error:
-        raise refusal(where, error.message) from error
+        raise invalid(where, error.message) from error
 
 
 def _in_rgb(image: Image.Image, where: str) -> Image.Image:
     """The image with 8 bits for each colour and without transparency, on white."""
     if image.mode in GREY_OF_16_BITS:  # `convert` would make everything above 255 white
         if "transparency" in image.info:
-            raise refusal(where, "16 bits of grey with a transparent one; send 8 bits")
+            raise invalid(where, "16 bits of grey with a transparent one; send 8 bits")
         image = image.convert("I").point(lambda grey: grey * (1 / 257) + 0.5).convert("L")
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -169,12 +172,8 @@ def _in_rgb(image: Image.Image, where: str) -> Image.Image:
     return Image.alpha_composite(white, above).convert("RGB")
 
 
-def refusal(where: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{where}: {why}", param=where)
-
-
 def too_large(where: str, max_bytes: int) -> InvalidRequest:
-    return refusal(where, f"an image has at most {max_bytes} bytes")
+    return invalid(where, f"an image has at most {max_bytes} bytes")
 
 
 @dataclass(eq=False)

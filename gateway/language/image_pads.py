@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, invalid
 from rollout_queue.contract.records import TurnImage
 
 logger = logging.getLogger(__name__)
@@ -162,11 +162,11 @@ def expanded(ids: Sequence[int], images: Sequence[DecodedImage], vision: Vision)
     engine hangs or dies of any other number."""
     pads = sum(token_id in vision.pads for token_id in ids)
     if pads != len(images):
-        message = (
-            f"messages: the prompt has {pads} tokens that stand for images or videos,"
-            f" and {len(images)} images: the text of a tool may name such a token"
+        raise invalid(
+            "messages",
+            f"the prompt has {pads} tokens that stand for images or videos,"
+            f" and {len(images)} images: the text of a tool may name such a token",
         )
-        raise InvalidRequest(message, param="messages")
     counts = iter([vision.tokens(image.width, image.height) for image in images])
     whole: list[int] = []
     for token_id in ids:

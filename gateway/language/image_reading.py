@@ -23,14 +23,13 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.language.image_decoding import (
     ClientImage,
     Png,
     SharedDecodes,
     image_of,
     png_of,
-    refusal,
     too_large,
 )
 from gateway.language.image_pads import IMAGE, Vision, image_parts
@@ -108,10 +107,10 @@ class ImageFetcher:
                 session.get(url, allow_redirects=False) as response,
             ):
                 if response.status != 200:
-                    raise refusal(where, f"its host answered with status {response.status}")
+                    raise invalid(where, f"its host answered with status {response.status}")
                 return await self._read(response, where)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise refusal(where, f"the image cannot be fetched: {str(error)[:200] or 'timeout'}") from error
+            raise invalid(where, f"the image cannot be fetched: {str(error)[:200] or 'timeout'}") from error
 
     def _check(self, url: str, where: str) -> None:
         """Raises InvalidRequest for an address that is not on the list."""
@@ -119,23 +118,23 @@ class ImageFetcher:
             parts = urlsplit(url)
             host, port, scheme = (parts.hostname or "").lower(), parts.port, parts.scheme
         except ValueError as error:
-            raise refusal(where, "not an address") from error
+            raise invalid(where, "not an address") from error
         if scheme not in DEFAULT_PORTS:
-            raise refusal(where, "send the image as a data URL")
+            raise invalid(where, "send the image as a data URL")
         bracketed = f"[{host}]" if ":" in host else host
         names = {f"{bracketed}:{port or DEFAULT_PORTS[scheme]}"}
         if port in (None, DEFAULT_PORTS[scheme]):
             names |= {host, bracketed}
         if self._hosts.isdisjoint(names):
-            raise refusal(where, "images are not fetched from this host; send a data URL")
+            raise invalid(where, "images are not fetched from this host; send a data URL")
         if parts.username is not None or parts.password is not None:
-            raise refusal(where, "an address with a password")
+            raise invalid(where, "an address with a password")
         try:
             literal = ipaddress.ip_address(host)
         except ValueError:
             return
         if not self._allows(str(literal)):
-            raise refusal(where, "not a public address")
+            raise invalid(where, "not a public address")
 
     async def _read(self, response: aiohttp.ClientResponse, where: str) -> bytes:
         parts, size = [], 0
@@ -197,15 +196,14 @@ class ImageReader:
         if not parts:
             return ReadImages(messages, {})
         if self._vision is None:
-            raise InvalidRequest("messages: this model reads text, not images", param="messages")
+            raise invalid("messages", "this model reads text, not images")
         if len(parts) > self._settings.max_images:
             message = f"{len(parts)} images; a conversation has at most {self._settings.max_images}"
-            raise refusal(str(parts[-1].get("where", "messages")), message)
+            raise invalid(str(parts[-1].get("where", "messages")), message)
         known = {part["sha256"] for part in parts if "sha256" in part}
         pngs = dict(await self._stored(known)) if known else {}
         if missing := known - pngs.keys():
-            message = f"messages: image {min(missing)} of an earlier response is no longer stored"
-            raise InvalidRequest(message, param="messages")
+            raise invalid("messages", f"image {min(missing)} of an earlier response is no longer stored")
         count(sum(map(len, pngs.values())))
         left, read = self._context_length, dict[int, dict[str, Any]]()
         for part in parts:
@@ -262,5 +260,5 @@ def image_part(url: Any, where: str) -> dict[str, Any]:
     """The part of a message's content for an image at this address, until it is read. Raises InvalidRequest
     if that is no text."""
     if not isinstance(url, str) or not url:
-        raise refusal(where, "not an address")
+        raise invalid(where, "not an address")
     return {"type": IMAGE, "url": url, "where": where}

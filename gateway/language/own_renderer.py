@@ -31,7 +31,7 @@ from renderers import DefaultRendererConfig, ParsedResponse, ToolCallParseStatus
 from renderers.base import ParsedToolCall
 from renderers.default import DefaultRenderer
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, invalid
 from gateway.language.chat_messages import Message, Tool
 from gateway.language.own_template import TemplateTokenizer
 from gateway.language.parsed_answer import within_levels
@@ -333,8 +333,7 @@ def without(message: Message, field: str) -> Message:
 def refuse_tools(messages: Sequence[Message], tools: Sequence[Tool] | None) -> None:
     """Raise InvalidRequest for a conversation with tools, if the template writes none."""
     if tools:
-        text = f"tools: the model's chat template does not write tools. {TOOL_PROMPT_EXISTS}"
-        raise InvalidRequest(text, param="tools")
+        raise invalid("tools", f"the model's chat template does not write tools. {TOOL_PROMPT_EXISTS}")
     for index, message in enumerate(messages):
         if message.get("tool_calls") or message.get("role") in ("tool", "function"):
             text = f"messages[{index}]: the model's chat template does not write tool calls and results"

@@ -16,7 +16,7 @@ from typing import Any
 
 from renderers import ParsedResponse
 
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.language.chat_messages import Message, MessageNormalizer, Tool
 from gateway.language.families import Thinking, ToolPrompt, changed, config_of, end_ids, end_token, family_of
 from gateway.language.families import configuration as configuration_of
@@ -150,8 +150,7 @@ class ChatRenderer:
                 ids = self.template.render_ids(normalized, tools=_listed(tools), add_generation_prompt=ask)
                 return self._with_pads(ids, messages)
         except TemplateRefusal as error:
-            message = f"messages: the model's chat template does not render them: {error}"
-            raise InvalidRequest(message, param="messages") from error
+            raise invalid("messages", f"the model's chat template does not render them: {error}") from error
 
     def bounded(self, param: str = "messages") -> AbstractContextManager[None]:
         """A block that encodes one prompt, and raises InvalidRequest if it has far too many tokens."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 
 JsonSchema = dict[str, Any]
 
@@ -56,52 +56,45 @@ def check_schema(schema: JsonSchema, param: str, *, strict: bool) -> None:
     The engine itself refuses schemas that are invalid in other ways.
     """
     if _deeper_than(schema, MAX_DEPTH):
-        raise InvalidRequest(
-            f"{param}: a JSON schema may not nest deeper than {MAX_DEPTH} levels", param=param
-        )
+        raise invalid(param, f"a JSON schema may not nest deeper than {MAX_DEPTH} levels")
     check_size(msgspec.json.encode(schema), param)
     parts = [part for _, part in parts_of(schema)]
     if len(parts) > MAX_PARTS:
-        raise InvalidRequest(f"{param}: a JSON schema may not have more than {MAX_PARTS} parts", param=param)
+        raise invalid(param, f"a JSON schema may not have more than {MAX_PARTS} parts")
     for part in parts:
         for pattern in patterns_of(part):
             check_pattern(pattern, param)
         if strict and (ignored := _unenforced(part)):
-            raise InvalidRequest(
-                f"{param}: {', '.join(ignored)} cannot be enforced, as strict requires", param=param
-            )
+            raise invalid(param, f"{', '.join(ignored)} cannot be enforced, as strict requires")
         reference = part.get("$ref")
         if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
-            raise InvalidRequest(
-                f"{param}: $ref {str(reference)[:80]!r} refers to another document", param=param
-            )
+            raise invalid(param, f"$ref {str(reference)[:80]!r} refers to another document")
     if _has_circular_reference(schema):
-        raise InvalidRequest(f"{param}: a $ref leads back to itself only", param=param)
+        raise invalid(param, "a $ref leads back to itself only")
 
 
 def check_tool(function: Mapping[str, Any]) -> None:
     """Raises InvalidRequest for a function whose name or parameters no grammar can enforce."""
     name = function.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise InvalidRequest(f"tools: {str(name)[:140]!r} is not a name that can be enforced", param="tools")
+        raise invalid("tools", f"{str(name)[:140]!r} is not a name that can be enforced")
     if (schema := function.get("parameters")) is not None:
         if not isinstance(schema, dict):
-            raise InvalidRequest(f"tools: the parameters of {name} are not a JSON schema", param="tools")
+            raise invalid("tools", f"the parameters of {name} are not a JSON schema")
         check_schema(schema, "tools", strict=function.get("strict") is True)
 
 
 def check_size(encoded: bytes, param: str) -> None:
     """Raises InvalidRequest for a grammar that an engine does not compile in bounded time."""
     if len(encoded) > MAX_BYTES:
-        message = f"{param}: the constraint has {len(encoded)} bytes; at most {MAX_BYTES} can be compiled"
-        raise InvalidRequest(message, param=param)
+        raise invalid(param, f"the constraint has {len(encoded)} bytes; at most {MAX_BYTES} can be compiled")
 
 
 def check_patterns(grammar: bytes, param: str) -> None:
     """Raises InvalidRequest if the patterns of a grammar, which is JSON, have too many states together."""
     patterns = (each for _, part in parts_of(msgspec.json.decode(grammar)) for each in patterns_of(part))
     if sum(map(_states, patterns)) > MAX_STATES:
-        raise InvalidRequest(f"{param}: together, the patterns are too complex to compile", param=param)
+        raise invalid(param, "together, the patterns are too complex to compile")
 
 
 def _deeper_than(value: Any, levels: int) -> bool:
@@ -146,7 +139,7 @@ def check_pattern(pattern: str, param: str) -> None:
     short = pattern[:MAX_PATTERN]
     quantifiers = sum(part["quantifier"] is not None for part in PATTERN_PART.finditer(short))
     if len(pattern) > MAX_PATTERN or quantifiers > MAX_QUANTIFIERS or _states(short) > MAX_STATES:
-        raise InvalidRequest(f"{param}: the pattern {pattern[:80]!r} is too complex to compile", param=param)
+        raise invalid(param, f"the pattern {pattern[:80]!r} is too complex to compile")
 
 
 def _states(pattern: str) -> int:

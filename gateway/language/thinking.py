@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.language.families import OWN_TEMPLATE, Family
 from rollout_queue.contract.records import ReasoningEffort
 
@@ -46,7 +46,7 @@ def effort_of(effort: Any, param: str) -> ThinkingChoice:
     if effort == "none":
         return ThinkingChoice(on=False, effort="none")
     if effort not in EFFORTS:
-        raise InvalidRequest(f"{param}: one of none, {', '.join(EFFORTS)}", param=param)
+        raise invalid(param, f"one of none, {', '.join(EFFORTS)}")
     return ThinkingChoice(on=True, effort=str(effort))
 
 
@@ -69,12 +69,12 @@ def options_of(family: Family, configuration: Any, chosen: ThinkingChoice, param
         options[switch] = chosen.on
     elif never:
         if chosen.on and chosen.effort is None and chosen.budget is None:
-            raise InvalidRequest(f"{param}: this model does not think", param=param)
+            raise invalid(param, "this model does not think")
         return ()
     elif not chosen.on and (off := next((level for level in levels if level in ("no_think", "none")), None)):
         return (("reasoning_effort", off),)
     elif not chosen.on:
-        raise InvalidRequest(f"{param}: the thinking of this model cannot be turned off", param=param)
+        raise invalid(param, "the thinking of this model cannot be turned off")
     graded = [level for level in levels if level in EFFORTS]
     if chosen.on and graded and (chosen.effort or "no_think" in levels):
         options["reasoning_effort"] = _nearest(chosen.effort or "high", graded)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.callers.identity import Caller
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.operators.actions import READS, ActionLog, now_action
 from gateway.parts import parts_of
 from gateway.rest.shapes import ActionPage, ActionShape
@@ -82,7 +82,7 @@ async def list_actions(
     """The last actions, newest first. `before` continues a list: it is the id of the oldest action so far."""
     parts = [int(part) for part in (before or "").split("-") if part]
     if any(part >= MOST for part in parts):
-        raise InvalidRequest(f"before: {before!r} is not the id of an action", param="before")
+        raise invalid("before", f"{before!r} is not the id of an action")
     if before is not None and not any(parts):
         return ActionPage(data=[])  # nothing is older
     found = await parts_of(request).actions.newest(limit, before)

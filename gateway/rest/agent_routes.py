@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
 from gateway.dialects.stored_responses import ResponseStore, StoredResponse, as_of_now, cancel
-from gateway.errors import InvalidRequest, ObjectNotFound
+from gateway.errors import ObjectNotFound, invalid
 from gateway.fleet.fleet import Fleet
 from gateway.generations.generation import Pinned, pinned
 from gateway.parts import GatewayParts, parts_of
@@ -152,7 +152,7 @@ def _after(items: list[dict[str, Any]], after: str | None) -> int:
     for at, item in enumerate(items):
         if item["id"] == after:
             return at + 1
-    raise InvalidRequest(f"after: no item {after[:80]!r} is in the list", param="after")
+    raise invalid("after", f"no item {after[:80]!r} is in the list")
 
 
 def _refuse_unknown(request: Request, known: Collection[str]) -> None:
@@ -160,4 +160,4 @@ def _refuse_unknown(request: Request, known: Collection[str]) -> None:
     for name, value in request.query_params.multi_items():
         neutral = name in HARMLESS or (name == "stream" and value in ("false", "False", "0"))
         if name not in known and not neutral:
-            raise InvalidRequest(f"{name}: not served for a stored response", param=name)
+            raise invalid(name, "not served for a stored response")

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.callers.identity import Caller
-from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNotFound
+from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNotFound, invalid
 from gateway.parts import parts_of
 from gateway.prometheus import Metrics
 from gateway.tinker.door import TinkerDoor, door_of, now
@@ -136,14 +136,14 @@ async def copy_weights(body: CopyWeightsBody, request: Request) -> JSONResponse:
     door, caller = door_of(request)
     if body.destination_project_id is not None:
         field = "destination_project_id"
-        raise InvalidRequest(f"{field}: there are no projects here", param=field)
+        raise invalid(field, "there are no projects here")
     if body.weights_access_token is not None or TOKEN in request.headers:
-        raise InvalidRequest("weights_access_token: not served here", param="weights_access_token")
+        raise invalid("weights_access_token", "not served here")
     if body.session_id is None or body.model_seq_id is None:
         raise InvalidRequest("session_id and model_seq_id must be given", param="session_id")
     source = weights_path(body.source_path, "source_path")
     if source.kind != "weights":
-        raise InvalidRequest(f"source_path: {source} is no checkpoint to copy", param="source_path")
+        raise invalid("source_path", f"{source} is no checkpoint to copy")
     session = await door.store.session(body.session_id, caller)
     path = WeightsPath(model_of(session.session_id, body.model_seq_id), "weights", source.name)
     if not await _is_made(door, caller, source, path):

@@ -22,7 +22,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 from pydantic import Field, model_validator
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, invalid
 from gateway.fleet.scoring import PromptQuery, PromptScores
 from gateway.generations.generation import Generation
 from gateway.rest.bodies import RestBody
@@ -73,26 +73,25 @@ class ReadPass:
         """Raises InvalidRequest for data that contradict themselves."""
         message = self._message
         if not message.data:
-            raise InvalidRequest("data: there is no datum", param="data")
+            raise invalid("data", "there is no datum")
         _check_size(message)
         data = tuple(_datum(each, at, vocab_size) for at, each in enumerate(message.data))
         if len(counts := {each.k for each in data}) > 1:
-            message_text = f"data: targets of {sorted(counts)} for a position; one request has one number"
-            raise InvalidRequest(message_text, param="data")
+            raise invalid("data", f"targets of {sorted(counts)} for a position; one request has one number")
         return ForwardBackward(message.loss_fn, _config(message), data, message.forward_only)
 
 
 def _check_size(message: wire.ForwardBackwardRequest) -> None:
     """Raises InvalidRequest for more than is read; before anything of it is written out."""
     if len(message.data) > MOST_DATUMS:
-        raise InvalidRequest(f"data: {len(message.data)} datums, of {MOST_DATUMS} allowed", param="data")
+        raise invalid("data", f"{len(message.data)} datums, of {MOST_DATUMS} allowed")
     values = sum(
         math.prod(max(0, length) for length in tensor.shape)
         for datum in message.data
         for tensor in datum.loss_fn_inputs.values()
     )
     if values > MOST_VALUES:
-        raise InvalidRequest(f"data: {values} values, of {MOST_VALUES} allowed", param="data")
+        raise invalid("data", f"{values} values, of {MOST_VALUES} allowed")
 
 
 def _config(message: wire.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -104,7 +103,7 @@ def _config(message: wire.ForwardBackwardRequest) -> dict[str, float | str]:
         }
     for name, value in found.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidRequest(f"loss_fn_config: {name} is {value}", param="loss_fn_config")
+            raise invalid("loss_fn_config", f"{name} is {value}")
     return found
 
 
@@ -308,7 +307,7 @@ def prompt_targets(body: TargetsBody, length: int, vocab_size: int) -> PromptTar
 
 
 def _refused(message: str) -> InvalidRequest:
-    return InvalidRequest(f"{FIELD}: {message}", param=FIELD)
+    return invalid(FIELD, message)
 
 
 NO_LOGPROB = -99999.0

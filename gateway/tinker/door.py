@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from gateway.callers.identity import Caller
 from gateway.cancellation import cancel_and_wait
-from gateway.errors import InvalidRequest, LimitReached, NotPermitted, ObjectNotFound
+from gateway.errors import LimitReached, NotPermitted, ObjectNotFound, invalid
 from gateway.parts import GatewayParts
 from gateway.rest.access import client_of
 from gateway.settings import GatewaySettings, TinkerSettings
@@ -58,8 +58,11 @@ class TinkerDoor:
     def check_base_model(self, name: str) -> str:
         """The base model's name. Raises InvalidRequest for another model."""
         if name not in (self.base_model, self.gateway.settings.model_name):
-            message = f"base_model: {name!r} is not served here; this server has {self.base_model!r}"
-            raise InvalidRequest(message, param="base_model", code="model_not_found")
+            raise invalid(
+                "base_model",
+                f"{name!r} is not served here; this server has {self.base_model!r}",
+                code="model_not_found",
+            )
         return self.base_model
 
     async def trains_commands(self) -> bool | None:
@@ -82,15 +85,17 @@ class TinkerDoor:
             case "new" | "known":
                 return promise
             case "other":
-                message = f"seq_id: number {number} of model {model_id} was used for another command"
-                raise InvalidRequest(message, param="seq_id", code="sequence_conflict")
+                raise invalid(
+                    "seq_id",
+                    f"number {number} of model {model_id} was used for another command",
+                    code="sequence_conflict",
+                )
             case "unknown":
                 raise ObjectNotFound(f"there is no model {model_id!r}", param="model_id")
             case "ended":
                 raise ObjectNotFound(f"model {model_id} takes no more commands", param="model_id")
             case "far":
-                message = f"seq_id: too many commands before number {number} are missing"
-                raise InvalidRequest(message, param="seq_id")
+                raise invalid("seq_id", f"too many commands before number {number} are missing")
             case "too large":
                 most = log_bound(self.gateway)
                 why = f"the data of one optimizer step need more than the command log holds ({most} bytes)"

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from gateway.edge.request import JSON
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.rest.bodies import PROTOBUF
 from gateway.tinker import messages_pb2 as wire
 from gateway.tinker.door import TinkerDoor, door_of
@@ -123,7 +123,7 @@ async def cancel_future(body: CancelBody, request: Request) -> JSONResponse:
     door, caller = door_of(request)
     promise = promise_id(body.request_id)
     if promise.kind != "s":
-        raise InvalidRequest("request_id: only samples can be cancelled", param="request_id")
+        raise invalid("request_id", "only samples can be cancelled")
     await door.store.target(promise.of, caller)
     await door.promises.cancel(promise)
     return JSONResponse({})

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from gateway.callers.identity import Caller
 from gateway.edge.request import HEAVY_BYTES
-from gateway.errors import GatewayError, InvalidRequest, ObjectNotFound
+from gateway.errors import GatewayError, InvalidRequest, ObjectNotFound, invalid
 from gateway.rest.bodies import PROTOBUF
 from gateway.tinker.datums import ReadPass
 from gateway.tinker.door import TinkerDoor, door_of, now
@@ -251,7 +251,7 @@ async def save_weights_external(body: SaveExternalBody, request: Request) -> JSO
     model = await door.store.model(body.model_id, caller)
     if body.age_encryption_recipients:
         field = "age_encryption_recipients"
-        raise InvalidRequest(f"{field}: not served here", param=field)
+        raise invalid(field, "not served here")
     name = given_name(body.path)
     path = WeightsPath(model.model_id, "external_weights", name)
     await door.store.weights.note_terms(path, body.seq_id, KeptTerms(ttl_s=body.ttl_seconds))
@@ -263,10 +263,10 @@ async def load_weights(body: LoadWeightsBody, request: Request) -> JSONResponse:
     """Load a checkpoint: into a new model of a session, or into a model that exists."""
     door, caller = door_of(request)
     if body.weights_access_token is not None:
-        raise InvalidRequest("weights_access_token: not served here", param="weights_access_token")
+        raise invalid("weights_access_token", "not served here")
     path = weights_path(body.path)
     if path.kind != "weights":
-        raise InvalidRequest(f"path: {path} has no state of the optimizer", param="path")
+        raise invalid("path", f"{path} has no state of the optimizer")
     source = await _source(door, path, caller)
     command = LoadWeights(path.model_id, path.name, body.optimizer)
     if body.session_id is not None and body.model_seq_id is not None:

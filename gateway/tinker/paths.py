@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 
-from gateway.errors import InvalidRequest, ObjectNotFound
+from gateway.errors import ObjectNotFound, invalid
 from rollout_queue.contract.errors import InvalidRecord, UnknownSchema
 from rollout_queue.trainer_commands import LoraSpec
 
@@ -77,8 +77,7 @@ def weights_path(text: str, param: str = "path") -> WeightsPath:
     found = PATH.fullmatch(text)
     if found is None:
         kinds = ", ".join(get_args(Kind))
-        message = f"{param}: {text[:300]!r} is no tinker://model/kind/name with one of the kinds {kinds}"
-        raise InvalidRequest(message, param=param)
+        raise invalid(param, f"{text[:300]!r} is no tinker://model/kind/name with one of the kinds {kinds}")
     model_id, kind, name = found.groups()
     return WeightsPath(model_id, cast(Kind, kind), name)
 
@@ -92,8 +91,7 @@ def kept_path(model_id: str, kept_as: str) -> WeightsPath:
 def given_name(text: str, param: str = "path") -> str:
     """A name that a client gives to what it saves. Raises InvalidRequest."""
     if not NAME.fullmatch(text):
-        message = f"{param}: {text[:200]!r}: a name has letters, digits, '.', '_' and '-', and no slash"
-        raise InvalidRequest(message, param=param)
+        raise invalid(param, f"{text[:200]!r}: a name has letters, digits, '.', '_' and '-', and no slash")
     return text
 
 

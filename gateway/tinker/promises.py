@@ -15,7 +15,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.tinker.paths import PromiseId
 from rollout_queue import clock
 from rollout_queue.redis import key_names
@@ -104,8 +104,11 @@ class SamplePromises:
         """Whether the sample is promised or made. Raises InvalidRequest if it has another content."""
         found: Any = await stored(self._redis.get(_digest_key(promise)))
         if found is not None and found.decode() != digest:
-            message = f"seq_id: number {promise.number} of {promise.of} was used for another sample"
-            raise InvalidRequest(message, param="seq_id", code="sequence_conflict")
+            raise invalid(
+                "seq_id",
+                f"number {promise.number} of {promise.of} was used for another sample",
+                code="sequence_conflict",
+            )
         return found is not None and bool(await stored(self._redis.exists(key_names.result(str(promise)))))
 
     async def begin(self, promise: PromiseId, digest: str) -> bool:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
 from gateway.callers.identity import Caller
-from gateway.errors import InvalidRequest
+from gateway.errors import invalid
 from gateway.tinker.door import TinkerDoor, door_of
 from gateway.tinker.paths import ClientModel
 from gateway.tinker.sdk_bodies import ClientFinishedQuery, SessionSearchBody
@@ -39,7 +39,7 @@ async def list_training_runs(
     """The models of the caller's key, the newest first."""
     door, caller = door_of(request)
     if project_id is not None:
-        raise InvalidRequest("project_id: not served here", param="project_id")
+        raise invalid("project_id", "not served here")
     models, total = await door.store.models(caller, limit, offset)
     runs = [await _run(door, each) for each in models]
     return JSONResponse({"training_runs": runs, "cursor": _cursor(limit, offset, total)})
@@ -160,9 +160,9 @@ async def search_sessions(body: SessionSearchBody, request: Request) -> JSONResp
     """The client sessions of the caller's key that fit every filter. `next_cursor` is null at the end."""
     door, caller = door_of(request)
     if body.project_ids is not None:
-        raise InvalidRequest("project_ids: not served here", param="project_ids")
+        raise invalid("project_ids", "not served here")
     if body.owner.type == "user":
-        raise InvalidRequest("owner: type user is not served here: a key finds its own", param="owner")
+        raise invalid("owner", "type user is not served here: a key finds its own")
     if body.session_id is not None and body.display_name is None:
         found, last = await door.store.found_sessions([body.session_id], caller), None
         found = [each for each in found if _fits(body, each)]

@@ -11,7 +11,7 @@ from pydantic import Field, FiniteFloat
 
 from gateway.callers.identity import Caller
 from gateway.dialects.token_ids import TokenParameters, token_call
-from gateway.errors import InvalidRequest, ObjectNotFound
+from gateway.errors import InvalidRequest, ObjectNotFound, invalid
 from gateway.generations.generation import Call, Pinned
 from gateway.rest.bodies import PromptRoute, RestBody
 from gateway.tinker.datums import TargetsBody, WantedScores, prompt_targets
@@ -79,9 +79,7 @@ async def create_sampling_session(body: SamplingSessionBody, request: Request) -
     if body.model_path is not None:
         path = weights_path(body.model_path, "model_path")
         if path.kind != "sampler_weights":
-            raise InvalidRequest(
-                "model_path: save_weights_for_sampler makes weights to sample from", param="model_path"
-            )
+            raise invalid("model_path", "save_weights_for_sampler makes weights to sample from")
         model, _ = await door.store.kept(path, caller)
         base_model = model.base_model
     elif body.base_model is not None:
@@ -124,7 +122,7 @@ async def asample(body: SampleBody, request: Request) -> JSONResponse:
     door, caller = door_of(request)
     target = await door.store.target(body.sampling_session_id, caller)
     if body.prompt_alt_tokens_k:
-        raise InvalidRequest("prompt_alt_tokens_k: not served here", param="prompt_alt_tokens_k")
+        raise invalid("prompt_alt_tokens_k", "not served here")
     ids = [token for chunk in body.prompt.chunks for token in chunk.tokens]
     wanted = WantedSample(
         promise=PromiseId("s", target.sampling_session_id, body.seq_id),
@@ -227,9 +225,8 @@ def _scored_from(body: SampleBody, length: int) -> int | None:
     if not body.prompt_logprobs:
         if last_n is not None or body.topk_prompt_logprobs:
             field = "prompt_logprobs_last_n" if last_n is not None else "topk_prompt_logprobs"
-            raise InvalidRequest(f"{field}: needs prompt_logprobs", param=field)
+            raise invalid(field, "needs prompt_logprobs")
         return None
     if last_n is not None and not 1 <= last_n < length:
-        message = f"prompt_logprobs_last_n: {last_n}, of a prompt with {length} tokens"
-        raise InvalidRequest(message, param="prompt_logprobs_last_n")
+        raise invalid("prompt_logprobs_last_n", f"{last_n}, of a prompt with {length} tokens")
     return 0 if last_n is None else length - last_n

@@ -19,7 +19,7 @@ import msgspec
 from gateway.callers.identity import Caller
 from gateway.cancellation import cancel_and_wait
 from gateway.edge.errors import ANSWERABLE, api_error
-from gateway.errors import EngineFault, InvalidRequest, LimitReached, NoServer
+from gateway.errors import EngineFault, LimitReached, NoServer, invalid
 from gateway.fleet.scoring import PromptScorer, PromptScores
 from gateway.generations.generation import Call, Generation, Pinned, UnreadCall, tokens_of
 from gateway.generations.generator import for_each
@@ -111,9 +111,7 @@ class SampleMaker:
     def _check_room(self, n: int, owner: str) -> None:
         share = max(1, self.most // 2)
         if n > share:
-            raise InvalidRequest(
-                f"num_samples: at most {share} (gateway.tinker.max_samples)", param="num_samples"
-            )
+            raise invalid("num_samples", f"at most {share} (gateway.tinker.max_samples)")
         held = self._owners.total(), self._owners[owner]
         if held[0] + n > self.most or held[1] + n > share:
             message = f"{held[0]} sequences are sampled, {held[1]} of them for this key; try again"

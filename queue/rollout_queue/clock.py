@@ -14,9 +14,10 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -44,11 +45,13 @@ class _Standstill:
         self._looked_at = now
         return self._total_s
 
-    def enter(self) -> None:
+    def enter(self) -> float:
+        """Returns the seconds until now."""
         self._users += 1
         if not self._ticks:
             self._ticks, self._looked_at = True, self.loop.time()
             self.loop.call_later(TICK_S, self._tick)
+        return self.seconds()
 
     def leave(self) -> None:
         self._users -= 1
@@ -76,8 +79,7 @@ class _Deadline:
         loop = asyncio.get_running_loop()
         self._clock, self._callback, self._over = clock, callback, False
         self._still = _standstill_of(loop)
-        self._still.enter()
-        self._due = clock.monotonic() + seconds - self._still.seconds()
+        self._due = clock.monotonic() + seconds - self._still.enter()
         self._timer: Timer = clock.call_later(seconds, self._check)
 
     def _check(self) -> None:
@@ -96,6 +98,27 @@ class _Deadline:
         if not self._over:
             self._over = True
             self._still.leave()
+
+
+class _Timeout:
+    """`asyncio.timeout`, whose end is a deadline."""
+
+    def __init__(self, clock: "Clock", seconds: float) -> None:
+        self._clock, self._seconds, self._limit = clock, seconds, asyncio.timeout(None)
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        self._timer = self._clock.deadline(self._seconds, self._end)
+        return await self._limit.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        await self._limit.__aexit__(kind, error, trace)
+
+    def _end(self) -> None:
+        if self._limit.when() is None:  # else the caller has chosen another moment
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 class Clock:
@@ -119,22 +142,7 @@ class Clock:
 
     def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[asyncio.Timeout]:
         """A context that raises TimeoutError after `seconds`, as `asyncio.timeout` does."""
-        return asyncio.timeout(seconds) if seconds is None or seconds <= 0 else self._timeout(seconds)
-
-    @asynccontextmanager
-    async def _timeout(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(None) as limit:
-
-            def end() -> None:
-                if limit.when() is None:  # else the caller has chosen another moment
-                    limit.reschedule(loop.time())
-
-            timer = self.deadline(seconds, end)
-            try:
-                yield limit
-            finally:
-                timer.cancel()
+        return asyncio.timeout(seconds) if seconds is None or seconds <= 0 else _Timeout(self, seconds)
 
     def pause(self, seconds: float) -> None:
         """Block this thread."""

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from redis import ConnectionPool, DriverInfo, Redis
 from redis import connection as blocking
+from redis._parsers import _AsyncHiredisParser
 from redis.asyncio import ConnectionPool as AsyncConnectionPool
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio import connection as asynchronous
@@ -245,6 +246,19 @@ class Following(blocking.AbstractConnection):
             raise moved(self._host_error(), error) from error  # type: ignore[no-untyped-call]
 
 
+class PatientParser(_AsyncHiredisParser):
+    """redis-py's parser, with a timeout where it has to wait for the socket: most answers of a pipeline are
+    there already."""
+
+    def on_connect(self, connection: "FollowingAsync") -> None:
+        super().on_connect(connection)  # type: ignore[no-untyped-call]
+        self._within_s = connection.answer_within_s
+
+    async def read_from_socket(self) -> bool:
+        async with clock.real_timeout(self._within_s):
+            return bool(await super().read_from_socket())  # type: ignore[no-untyped-call]
+
+
 class FollowingAsync(asynchronous.AbstractConnection):
     """The parts that the asynchronous connections share.
 
@@ -262,9 +276,11 @@ class FollowingAsync(asynchronous.AbstractConnection):
     ):
         """`finder` is asked before each attempt to connect; None: the address is fixed, and not checked."""
         self._finder, self.rename = finder, rename
-        self._answer_within_s = socket_timeout
+        self.answer_within_s = socket_timeout
         self._connect_within_s = socket_timeout if socket_connect_timeout is None else socket_connect_timeout
-        super().__init__(socket_timeout=None, socket_connect_timeout=None, **fields)
+        super().__init__(
+            socket_timeout=None, socket_connect_timeout=None, parser_class=PatientParser, **fields
+        )
 
     def pack_command(self, *arguments: Any) -> list[bytes]:
         return super().pack_command(*(arguments if self.rename is None else self.rename(arguments)))
@@ -281,7 +297,7 @@ class FollowingAsync(asynchronous.AbstractConnection):
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         try:
-            async with clock.real_timeout(self._answer_within_s):
+            async with clock.real_timeout(self.answer_within_s):
                 await super().send_packed_command(command, check_health)
         except TimeoutError as error:
             raise RedisTimeoutError("Timeout writing to socket") from error
@@ -294,11 +310,7 @@ class FollowingAsync(asynchronous.AbstractConnection):
 
     async def read_response(self, *given: Any, **named: Any) -> Any:
         try:
-            async with clock.real_timeout(self._answer_within_s):
-                return await super().read_response(*given, **named)
-        except TimeoutError as error:
-            await self.disconnect()
-            raise RedisTimeoutError(f"Timeout reading from {self._host_error()}") from error
+            return await super().read_response(*given, **named)
         except ResponseError as error:
             if not not_the_master(error):
                 raise

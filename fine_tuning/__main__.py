@@ -5,9 +5,8 @@ from fine_tuning.errors import DirectoryInUse
 from fine_tuning.settings import FineTuningSettings
 from reward_service.python_sandbox import hide_from_children, isolates
 from rollout_queue.http.bounded_protocol import ConnectionBounds
-from rollout_queue.http.callers import Keyring, refuse_open_binding
-from rollout_queue.http.http_server import serve
-from rollout_queue.starting import start
+from rollout_queue.http.callers import Keyring
+from rollout_queue.starting import Serving, one_sentence, serve_main
 
 LAST_ANSWERS_S = 10.0
 """How long requests may still take after SIGTERM."""
@@ -16,26 +15,21 @@ CONNECTIONS = 16
 
 
 def main() -> None:
-    settings = start("fine_tuning", "Fine-tuning jobs in OpenAI's form.", FineTuningSettings)
-    refuse_open_binding(settings.host, Keyring(settings.client_keys, settings.admin_keys))
+    serve_main("fine_tuning", "Fine-tuning jobs in OpenAI's form.", FineTuningSettings, _keys, _build)
+
+
+def _keys(settings: FineTuningSettings) -> Keyring:
+    return Keyring(settings.client_keys, settings.admin_keys)
+
+
+def _build(settings: FineTuningSettings, _keyring: Keyring) -> Serving:
     if settings.client_keys and not settings.admin_keys:
         raise SystemExit("fine_tuning.admin_keys: set one: every route needs an admin key")
     isolates(settings.python, "fine_tuning")
     hide_from_children()
     bounds = ConnectionBounds(in_all=CONNECTIONS, per_address=CONNECTIONS)
-    try:
-        app = create_app(settings)
-    except (DirectoryInUse, OSError) as error:
-        raise SystemExit(f"fine_tuning: {error}") from error
-    serve(
-        app,
-        settings.host,
-        settings.port,
-        LAST_ANSWERS_S,
-        bounds=bounds,
-        loop="asyncio",
-        access_log=settings.access_log,
-    )
+    with one_sentence("fine_tuning", DirectoryInUse, OSError):
+        return Serving(create_app(settings), LAST_ANSWERS_S, bounds=bounds, loop="asyncio")
 
 
 if __name__ == "__main__":

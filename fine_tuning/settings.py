@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from environments.settings import OF_LOOPS
 from reward_service.judging import JudgeSettings
 from reward_service.python_sandbox import PythonSettings
-from rollout_queue.settings import BOUND, FOR_TESTS, CommaSeparated, Hidden, ServiceSettings
+from rollout_queue.settings import BOUND, FOR_TESTS, CommaSeparated, Hidden, HttpSettings
 
 AS_IN_REWARDS = Hidden("the section `rewards` has the same fields, with what each changes")
 
@@ -37,12 +37,11 @@ class FineTuningLimits(BaseModel):
     """Events of a job that are kept, the newest ones."""
 
 
-class FineTuningSettings(ServiceSettings):
+class FineTuningSettings(HttpSettings):
     """The service for fine-tuning jobs."""
 
     section: ClassVar[str] = "fine_tuning"
 
-    host: str = "127.0.0.1"
     port: int = 8400
     admin_keys: CommaSeparated = []
     """Every route needs one of them. The first one is also the key for the gateway."""

@@ -15,7 +15,7 @@ from gateway.settings import GatewaySettings
 from rollout_queue.http.callers import refuse_open_binding
 from rollout_queue.http.http_server import LAST_WORDS_S, serve
 from rollout_queue.http.worker_processes import Worker, bound_sockets, end_with_parent, run_workers
-from rollout_queue.starting import begin, begin_tracing
+from rollout_queue.starting import begin, begin_tracing, command_line, one_sentence
 
 logger = logging.getLogger("gateway")
 
@@ -29,8 +29,7 @@ KILLED_AFTER_S = 10.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="gateway", description=__doc__)
-    parser.add_argument("--config", help="weir.yaml")
+    parser = command_line("gateway", __doc__)
     parser.add_argument("--workers", type=int, help="processes that share the port; default: gateway.workers")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)  # set for each of several workers
     parser.add_argument("--sockets", type=Path, help=argparse.SUPPRESS)
@@ -39,10 +38,8 @@ def main() -> None:
         os.environ["WEIR_GATEWAY__WORKERS"] = str(arguments.workers)
     process = "" if arguments.worker is None else f"worker {arguments.worker}"
     settings = begin(GatewaySettings, arguments.config, process)
-    try:
+    with one_sentence("", WrongKeyFile):
         keys = ApiKeys(configured_keys(settings))
-    except WrongKeyFile as error:
-        raise SystemExit(str(error)) from error
     refuse_open_binding(settings.host, keys)
     if arguments.worker is not None:
         end_with_parent()
@@ -64,10 +61,8 @@ def run_gateways(settings: GatewaySettings) -> int:
         return [sys.executable, "-m", "gateway", *own]
 
     stop_within_s = settings.leave_s + settings.drain_timeout_s + LAST_WORDS_S + KILLED_AFTER_S
-    try:
+    with one_sentence(f"cannot listen on {settings.host}:{settings.port}", OSError):
         return run_workers(settings.workers, settings.host, settings.port, command, stop_within_s)
-    except OSError as error:
-        raise SystemExit(f"cannot listen on {settings.host}:{settings.port}: {error}") from error
 
 
 def serve_gateway(settings: GatewaySettings, worker: Worker | None = None) -> None:

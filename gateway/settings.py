@@ -12,7 +12,7 @@ from rollout_queue.http.bounded_protocol import ConnectionBounds
 from rollout_queue.protocol.conditions import NOTHING_TRAINED_S, TRAINER_SILENT_S
 from rollout_queue.redis.session_heads import CACHE_BYTES
 from rollout_queue.redis.settings import WriterRedisSettings
-from rollout_queue.settings import BOUND, FOR_TESTS, TUNED, CommaSeparated, ServiceKey, ServiceSettings
+from rollout_queue.settings import BOUND, FOR_TESTS, TUNED, CommaSeparated, HttpSettings, ServiceKey
 from rollout_queue.tracing import OtelSettings
 
 
@@ -220,7 +220,7 @@ class ConcurrencySettings(BaseModel):
         return self
 
 
-class GatewaySettings(ServiceSettings, WriterRedisSettings):
+class GatewaySettings(HttpSettings, WriterRedisSettings):
     """Section `gateway` of weir.yaml."""
 
     section: ClassVar[str] = "gateway"
@@ -231,7 +231,6 @@ class GatewaySettings(ServiceSettings, WriterRedisSettings):
 
     otel: OtelSettings | None = None
     """Traces; null: none."""
-    host: str = "127.0.0.1"
     port: int = 8000
     workers: int = Field(1, ge=1, le=64)
     """Processes that share the port. Each takes one core, and has its share of the bounds on connections,

@@ -7,9 +7,8 @@ from reward_service.graders.grade import UnusableSource
 from reward_service.python_sandbox import hide_from_children, isolates
 from reward_service.settings import RewardSettings
 from rollout_queue.http.bounded_protocol import ConnectionBounds
-from rollout_queue.http.callers import Keyring, refuse_open_binding
-from rollout_queue.http.http_server import serve
-from rollout_queue.starting import start
+from rollout_queue.http.callers import Keyring
+from rollout_queue.starting import Serving, one_sentence, serve_main
 
 LAST_ANSWERS_S = 10.0
 """How long requests may still take after SIGTERM."""
@@ -18,28 +17,22 @@ CONNECTIONS = 256
 
 
 def main() -> None:
-    settings = start("reward_service", "Rewards sessions that have ended.", RewardSettings)
-    refuse_open_binding(settings.host, Keyring(settings.client_keys, settings.admin_keys))
+    serve_main("reward_service", "Rewards sessions that have ended.", RewardSettings, _keys, _build)
+
+
+def _keys(settings: RewardSettings) -> Keyring:
+    return Keyring(settings.client_keys, settings.admin_keys)
+
+
+def _build(settings: RewardSettings, _keyring: Keyring) -> Serving:
     isolated = isolates(settings.python, "rewards")
     hide_from_children()
     bounds = ConnectionBounds(in_all=CONNECTIONS, per_address=CONNECTIONS)
-    try:
+    with one_sentence("rewards.rules", OSError, ValueError):
         app = create_app(settings, isolated=isolated)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"rewards.rules: {error}") from error
-    try:
+    with one_sentence("", OSError, ValueError, UnusableSource):
         asyncio.run(check_rules(settings, isolated=isolated))
-    except (OSError, ValueError, UnusableSource) as error:
-        raise SystemExit(str(error)) from error
-    serve(
-        app,
-        settings.host,
-        settings.port,
-        LAST_ANSWERS_S,
-        bounds=bounds,
-        loop="asyncio",
-        access_log=settings.access_log,
-    )
+    return Serving(app, LAST_ANSWERS_S, bounds=bounds, loop="asyncio")
 
 
 if __name__ == "__main__":

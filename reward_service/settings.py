@@ -8,7 +8,7 @@ from reward_service.dispatch.reward_rules import AnyRule, DispatchSettings
 from reward_service.judging import JudgeSettings
 from reward_service.python_sandbox import PythonSettings
 from rollout_queue.http.callers import bearer
-from rollout_queue.settings import BOUND, CommaSeparated, ServiceSettings
+from rollout_queue.settings import BOUND, CommaSeparated, HttpSettings
 
 
 class GradingLimits(BaseModel):
@@ -26,12 +26,11 @@ class GradingLimits(BaseModel):
     """How long one request may be graded."""
 
 
-class RewardSettings(ServiceSettings):
+class RewardSettings(HttpSettings):
     """The reward service."""
 
     section: ClassVar[str] = "rewards"
 
-    host: str = "127.0.0.1"
     port: int = 8300
     client_keys: CommaSeparated = []
     admin_keys: CommaSeparated = []

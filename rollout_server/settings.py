@@ -13,9 +13,9 @@ from rollout_queue.settings import (
     BOUND,
     FOR_TESTS,
     CommaSeparated,
+    HttpSettings,
     ObjectStoreSettings,
     ServiceKey,
-    ServiceSettings,
 )
 from rollout_queue.tracing import OtelSettings
 
@@ -55,7 +55,7 @@ class EngineLoraSettings(BaseModel):
         return self
 
 
-class RolloutServerSettings(ServiceSettings):
+class RolloutServerSettings(HttpSettings):
     """One rollout server and its engine."""
 
     section: ClassVar[str] = "rollout_server"
@@ -65,7 +65,6 @@ class RolloutServerSettings(ServiceSettings):
     name."""
     otel: OtelSettings | None = None
     """Traces; null: none."""
-    host: str = "127.0.0.1"
     port: int = 8100
     public_url: str | None = None
     """Where the gateway reaches this server; null means http://host:port. If `host` is 0.0.0.0, the

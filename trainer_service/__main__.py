@@ -4,7 +4,6 @@ On several GPUs: deepspeed --num_gpus N --module trainer_service [--config weir.
 On several hosts: also by torchrun or srun; see docs/ranks.md
 """
 
-import argparse
 import logging
 import os
 import signal
@@ -31,7 +30,7 @@ from rollout_queue.redis.schema_version import SchemaTooNew, claim_schema
 from rollout_queue.redis.settings import RedisSettings, read_address
 from rollout_queue.redis.stream_reader import StreamReader
 from rollout_queue.service_log import AccessLog
-from rollout_queue.starting import begin, begin_tracing
+from rollout_queue.starting import begin, begin_tracing, command_line, one_sentence
 from trainer_service.app import create_app
 from trainer_service.commands.serving import train_by_commands
 from trainer_service.curves import Curves, limits_of
@@ -67,8 +66,7 @@ REDIS_TIMEOUT_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="trainer_service", description=__doc__)
-    parser.add_argument("--config", help="weir.yaml; its section `trainer` is read")
+    parser = command_line("trainer_service", __doc__)
     parser.add_argument("--local_rank", help="added by the DeepSpeed launcher; LOCAL_RANK is read instead")
     given = parser.parse_args(arguments)
     os.environ |= joined(os.environ, torch.cuda.device_count())
@@ -93,14 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, stop)
+    where = f"trainer.checkpoint_dir: {settings.checkpoint_dir} has a checkpoint that cannot be loaded"
     try:
-        with marked_if_out_of_memory(settings.checkpoint_dir):
+        with (
+            one_sentence("", LeaseLost, SchemaTooNew),
+            one_sentence(where, CheckpointBroken, LayoutRefused, NotConverted),
+            marked_if_out_of_memory(settings.checkpoint_dir),
+        ):
             serve(settings, keyring, shared_state)
-    except (LeaseLost, SchemaTooNew) as error:
-        raise SystemExit(str(error)) from error
-    except (CheckpointBroken, LayoutRefused, NotConverted) as error:
-        where = f"trainer.checkpoint_dir: {settings.checkpoint_dir}"
-        raise SystemExit(f"{where} has a checkpoint that cannot be loaded: {error}") from error
     except Stopped:
         logger.info("stopped before the model was loaded")
 

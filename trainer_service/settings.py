@@ -11,9 +11,9 @@ from rollout_queue.settings import (
     FOR_TESTS,
     TUNED,
     CommaSeparated,
+    HttpSettings,
     ObjectStoreSettings,
     ServiceKey,
-    ServiceSettings,
 )
 from rollout_queue.tracing import OtelSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
@@ -96,7 +96,7 @@ class CollectiveSettings(BaseModel):
     engines receive the former one, and at most so long for a bucket."""
 
 
-class TrainerSettings(ServiceSettings, WriterRedisSettings, ModelSettings):
+class TrainerSettings(HttpSettings, WriterRedisSettings, ModelSettings):
     """Section `trainer` of weir.yaml."""
 
     section: ClassVar[str] = "trainer"
@@ -108,7 +108,6 @@ class TrainerSettings(ServiceSettings, WriterRedisSettings, ModelSettings):
     """With `commands`, the names of the base model in commands; empty: `model_path`, or its last part."""
     otel: OtelSettings | None = None
     """Traces; null: none."""
-    host: str = "127.0.0.1"
     port: int = 8200
     public_url: str | None = None
     """Where gateways reach the trainer; null means http://host:port. If `host` is 0.0.0.0, the URL has

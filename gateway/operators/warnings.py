@@ -18,7 +18,7 @@ from gateway.settings import LimitSettings, WarningSettings
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.serving_plan import Push, ServerPush, ServingPlan
-from rollout_queue.protocol.conditions import ENDINGS, INTENDED, ConditionFacts, problems_in
+from rollout_queue.protocol.conditions import ENDINGS, INTENDED, ConditionFacts, warnings_of
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
@@ -39,12 +39,6 @@ def duration(seconds: float) -> str:
 
 
 logger = logging.getLogger(__name__)
-
-SAID_EARLIER = ("redis_nearly_full",)
-"""Conditions that a warning about the queue says earlier, with what follows for new sessions."""
-
-ADVISED = ("redis_", "disk_")
-"""Conditions whose warnings also say what to do."""
 
 Counts = Counter[str]
 
@@ -120,9 +114,7 @@ class WarningMonitor:
             dead_letter_error=last_error,
             redis=pressure.redis,
         )
-        for problem in problems_in(facts):
-            if problem.check not in SAID_EARLIER:
-                yield problem.advised if problem.check.startswith(ADVISED) else problem.sentence
+        yield from warnings_of(facts)
         yield from _set_back(trainer, why=True)
         if self._history:
             yield from self._stall_warnings(self._history[-1])

@@ -164,6 +164,13 @@ class ServiceSettings(BaseSettings):
         return self
 
 
+class HttpSettings(ServiceSettings):
+    """One section of a service that listens on an address."""
+
+    host: str = "127.0.0.1"
+    port: int
+
+
 def is_secret(key: str) -> bool:
     """Whether the text can be a secret. Asterisks stand for one in logs, so they let nobody in."""
     return bool(key.strip("* \t"))

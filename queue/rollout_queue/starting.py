@@ -1,4 +1,10 @@
-"""How a service starts: it reads its command line and its settings, and begins its log and its traces."""
+"""How a service starts: it reads its command line and settings, begins its log and its traces, and serves.
+
+    serve_main: start ─▶ settings ─▶ keys ─▶ refuse_open_binding ─▶ build ─▶ serve, until SIGTERM
+
+The gateway, which may be several processes, and the trainer, which trains on its main thread, call these
+functions themselves. Whatever cannot work ends the process with one sentence.
+"""
 
 import argparse
 import atexit
@@ -6,17 +12,22 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp
 
 from rollout_queue.config_file import CONFIG_VARIABLE, MalformedSettings, config_file
+from rollout_queue.http.bounded_protocol import ConnectionBounds
+from rollout_queue.http.callers import Keyring, refuse_open_binding
+from rollout_queue.http.http_server import Leave, serve
 from rollout_queue.service_log import JsonFormatter, SecretFilter, TextFormatter
-from rollout_queue.settings import ServiceSettings, check_names, read_settings
+from rollout_queue.settings import HttpSettings, ServiceSettings, check_names, read_settings
 from rollout_queue.tracing import OtelSettings, SpanCounts, use_tracer
 
 logger = logging.getLogger(__name__)
@@ -121,14 +132,64 @@ def begin_tracing(settings: OtelSettings | None, service: str, sample_ratio: flo
 
 
 S = TypeVar("S", bound=ServiceSettings)
+H = TypeVar("H", bound=HttpSettings)
+
+
+class Serving(NamedTuple):
+    """What a process serves; the fields are arguments of `serve`."""
+
+    app: ASGIApp
+    drain_s: float
+    leave: Leave | None = None
+    bounds: ConnectionBounds | None = None
+    loop: Literal["uvloop", "asyncio"] = "uvloop"
+
+
+def serve_main(
+    program: str,
+    description: str,
+    kind: type[H],
+    keys: Callable[[H], Keyring],
+    build: Callable[[H, Keyring], Serving],
+) -> None:
+    """The `main` of a service that is one HTTP server: serve until SIGTERM what `build` makes. Raises
+    SystemExit with one sentence if that cannot work."""
+    settings = start(program, description, kind)
+    keyring = keys(settings)
+    refuse_open_binding(settings.host, keyring)
+    service = build(settings, keyring)
+    serve(
+        service.app,
+        settings.host,
+        settings.port,
+        service.drain_s,
+        service.leave,
+        service.bounds,
+        loop=service.loop,
+        access_log=settings.access_log,
+    )
+
+
+@contextmanager
+def one_sentence(where: str, *errors: type[Exception]) -> Iterator[None]:
+    """End the process with one sentence if the block raises one of these errors. `where`: what to change."""
+    try:
+        yield
+    except errors as error:
+        raise SystemExit(f"{where}: {error}" if where else str(error)) from error
 
 
 def start(program: str, description: str, kind: type[S]) -> S:
     """The settings of the service whose process this is. Raises SystemExit with one sentence if they are
     wrong."""
+    return begin(kind, command_line(program, description).parse_args().config)
+
+
+def command_line(program: str, description: str | None) -> argparse.ArgumentParser:
+    """The options that all services have."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--config", metavar="FILE", help=f"weir.yaml; wins over {CONFIG_VARIABLE}")
-    return begin(kind, parser.parse_args().config)
+    return parser
 
 
 def begin(kind: type[S], config: str | None, process: str = "") -> S:
@@ -136,11 +197,9 @@ def begin(kind: type[S], config: str | None, process: str = "") -> S:
     `process` distinguishes processes of one service. Raises SystemExit."""
     if config:
         os.environ[CONFIG_VARIABLE] = config
-    try:
+    with one_sentence("", MalformedSettings):
         settings = read_settings(kind)
         unread = check_names(kind)
-    except MalformedSettings as error:
-        raise SystemExit(str(error)) from error
     begin_log(settings, process)
     if not process:
         logger.info("configuration: %s", config_file() or "no file, only variables and defaults")

@@ -3,7 +3,7 @@
 The gateway's `warnings.trainer_silent_s` may set another bound for its warnings.
 
 ConditionFacts ─▶ CONDITIONS ─▶ Problem: check, severity, sentence, advice
-                      ├─▶ `warnings` of `GET /admin/status`, and with them the page
+                      ├─▶ `warnings` of `GET /admin/status`, in the form that `in_warnings` says; the page
                       ├─▶ `weir doctor`; `weir status` and `weir top` show the warnings
                       └─▶ deploy/observe/prometheus/rules.yml, whose bounds a test compares
 """
@@ -51,11 +51,6 @@ class Problem(msgspec.Struct, frozen=True):
     severity: Severity
     sentence: str
     advice: str
-
-    @property
-    def advised(self) -> str:
-        """The sentence, with what to do."""
-        return f"{self.sentence}: {self.advice}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +183,9 @@ class Condition:
     """The alert rule of Prometheus that says the same."""
     alert_bound: str = field(default="", kw_only=True)
     """The bound as it stands in the alert's expression."""
+    in_warnings: Literal["sentence", "advised", "said earlier"] = field(default="sentence", kw_only=True)
+    """What `warnings` of `GET /admin/status` say: the sentence, the sentence with the advice, or nothing,
+    because a warning about the queue says it earlier, with what follows for new sessions."""
 
     @property
     def code(self) -> str:
@@ -213,6 +211,7 @@ CONDITIONS = (
         disk_nearly_full,
         "warning",
         "free space there, or lower trainer.keep_checkpoints and trainer.keep_policies",
+        in_warnings="advised",
     ),
     Condition(
         dead_letters,
@@ -227,6 +226,7 @@ CONDITIONS = (
         "set its maxmemory-policy to noeviction, and run `weir audit`, which names what is lost",
         "WeirRedisEvicts",
         alert_bound="max(weir_redis_evicted_keys) > 0",
+        in_warnings="advised",
     ),
     Condition(
         redis_evicts,
@@ -234,6 +234,7 @@ CONDITIONS = (
         "set it to noeviction, so that it refuses new sessions instead",
         "WeirRedisEvicts",
         alert_bound="max(weir_redis_evicts) > 0",
+        in_warnings="advised",
     ),
     Condition(
         redis_unbounded,
@@ -241,14 +242,16 @@ CONDITIONS = (
         "start it by queue/start-redis.sh, or set maxmemory to about two thirds of what it may use",
         "WeirRedisUnbounded",
         alert_bound="max(weir_redis_max_bytes) == 0",
+        in_warnings="advised",
     ),
-    Condition(redis_full, "error", LESS_IN_REDIS),
+    Condition(redis_full, "error", LESS_IN_REDIS, in_warnings="advised"),
     Condition(
         redis_nearly_full,
         "warning",
         LESS_IN_REDIS,
         "WeirRedisFull",
         alert_bound=f"> {REDIS_NEARLY_FULL:g}",
+        in_warnings="said earlier",
     ),
 )
 
@@ -258,3 +261,10 @@ def problems_in(facts: ConditionFacts) -> Iterator[Problem]:
     for each in CONDITIONS:
         if sentence := each.test(facts):
             yield Problem(each.code, each.severity, sentence, each.advice)
+
+
+def warnings_of(facts: ConditionFacts) -> Iterator[str]:
+    """What `warnings` of `GET /admin/status` say of the conditions that hold."""
+    for each in CONDITIONS:
+        if each.in_warnings != "said earlier" and (sentence := each.test(facts)):
+            yield f"{sentence}: {each.advice}" if each.in_warnings == "advised" else sentence

@@ -358,7 +358,7 @@ def test_operators_read_everywhere_that_the_disk_of_the_checkpoints_is_nearly_fu
     )
     assert sentence in [each.sentence for each in examine(targets).problems]
     alone = replace(targets, gateway_url=f"http://127.0.0.1:{free_port()}")
-    found = {each.check: each.advised for each in examine(alone).problems}
+    found = {each.check: f"{each.sentence}: {each.advice}" for each in examine(alone).problems}
     assert found["disk_nearly_full"] == sentence
     free.pop(0)
     assert turned.turn_until(lambda: not any("disk" in each for each in status().warnings), 1.0)

@@ -14,7 +14,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(sys, "argv", ["reward_service"])
     monkeypatch.setattr(reward_service.__main__, "hide_from_children", lambda: found.append("hidden"))
     monkeypatch.setattr(reward_service.__main__, "isolates", lambda *_: True)
-    monkeypatch.setattr(reward_service.__main__, "serve", lambda *_, **__: found.append("serves"))
+    monkeypatch.setattr("rollout_queue.starting.serve", lambda *_, **__: found.append("serves"))
     monkeypatch.setattr("rollout_queue.starting.begin_log", lambda *_: None)
     return found
 

@@ -18,7 +18,19 @@ from weir.env import app as env_commands
 from weir.errors import StackError
 from weir.installing import InstallationFailed
 from weir.operations import add_commands
-from weir.options import STYLE, Config, RunDir, settings_from, settings_of_run, use
+from weir.options import (
+    STYLE,
+    AsJson,
+    Config,
+    RedisUrl,
+    RunDir,
+    WrittenRedisUrl,
+    gateway_of,
+    redis_of,
+    settings_from,
+    settings_of_run,
+    use,
+)
 from weir.stack import stack_control, stack_state, supervisor
 from weir.stack.preflight import check_machine, check_place, check_ports
 from weir.stack.run_keys import directory_of, of_run, variables, with_keys
@@ -140,9 +152,8 @@ def show_status(config: Config = None, run_dir: RunDir = None) -> None:
     found = stack_state.read(settings.run_dir)
     admin_key = next(iter(settings.admin_keys or settings.client_keys), None)
     if found is None or found.phase == "failed":
-        gateway_url = service_field("trainer", "gateway_url") or f"http://127.0.0.1:{settings.gateway_port}"
-        redis_url = service_field("trainer", "redis_url") or settings.redis_url
-        rows = status.rows_elsewhere(gateway_url.rstrip("/"), redis_access(redis_url), admin_key)
+        redis = redis_access(redis_of(settings, {}))
+        rows = status.rows_elsewhere(gateway_of(settings, {}), redis, admin_key)
     else:
         rows = status.rows_of(found, admin_key)
     for line in status.lines_of(rows):
@@ -211,10 +222,8 @@ def show_audit(
         Path | None,
         typer.Option("--answers", help="JSONL file of what clients were told is stored; the audit checks it"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    redis_url: Annotated[
-        str | None, typer.Option("--redis-url", help="Redis to read, instead of the run's")
-    ] = None,
+    as_json: AsJson = False,
+    redis_url: RedisUrl = None,
     trainer_url: Annotated[
         str | None, typer.Option("--trainer-url", help="trainer to ask, instead of the run's")
     ] = None,
@@ -229,12 +238,11 @@ def show_audit(
     """
     from weir.audit.audit import as_json as in_json
     from weir.audit.audit import audit, show
-    from weir.audit.audit_sources import sources_of
+    from weir.audit.audit_sources import sources_of_run
     from weir.audit.evidence import read_answers
 
     try:
-        settings = settings_of_run(config, run_dir, None, redis_url)
-        sources = sources_of(settings, redis_url, trainer_url, checkpoint_dir)
+        sources = sources_of_run(config, run_dir, redis_url, trainer_url, checkpoint_dir)
         report = audit(sources, read_answers(answers) if answers else [])
     except (StackError, MalformedSettings) as error:
         errors.print(f"weir: {error}", markup=False, highlight=False)
@@ -255,16 +263,14 @@ def import_sessions(
     strict: Annotated[bool, typer.Option("--strict", help="stop at the first refusal")] = False,
     config: Config = None,
     run_dir: RunDir = None,
-    redis_url: Annotated[
-        str | None, typer.Option("--redis-url", help="Redis to write to, instead of the run's")
-    ] = None,
+    redis_url: WrittenRedisUrl = None,
 ) -> None:
     """Write exported sessions back to the queue, to be trained as if agents had just finished them."""
     from rollout_queue.redis.redis_client import open_redis
-    from weir.audit.audit_sources import sources_of
+    from weir.audit.audit_sources import sources_of_run
     from weir.importing import import_files
 
-    sources = sources_of(settings_of_run(config, run_dir, None, redis_url), redis_url)
+    sources = sources_of_run(config, run_dir, redis_url)
     with open_redis(sources.redis, IMPORT_TIMEOUT_S) as redis:
         account = import_files(redis, files, as_new, strict, lambda why: errors.print(why, markup=False))
     _say(list(account.sentences()))

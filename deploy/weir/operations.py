@@ -13,22 +13,25 @@ import typer
 from rich.console import Console
 
 from rollout_queue import clock
-from weir.options import AsJson, Config, RunDir, settings_from, settings_of_run
+from weir.options import (
+    AsJson,
+    CheckpointDir,
+    Config,
+    GatewayUrl,
+    PoliciesDir,
+    RedisUrl,
+    RunDir,
+    WrittenRedisUrl,
+    settings_from,
+    settings_of_run,
+    trainer_directory,
+)
 from weir.stack.run_keys import of_run
 from weir.stack.settings import service_field
 
 console = Console(soft_wrap=True)
 FOLLOW_EVERY_S = 0.3
 REQUEUE_TIMEOUT_S = 60.0
-
-GatewayUrl = Annotated[str | None, typer.Option("--gateway-url", help="gateway to ask, instead of the run's")]
-CheckpointDir = Annotated[
-    Path | None, typer.Option("--checkpoint-dir", help="the trainer's checkpoints, instead of the run's")
-]
-PoliciesDir = Annotated[
-    Path | None, typer.Option("--policies-dir", help="the published versions, instead of the run's")
-]
-RedisUrl = Annotated[str | None, typer.Option("--redis-url", help="Redis to read, instead of the run's")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -94,9 +97,7 @@ def top(
 def requeue(
     config: Config = None,
     run_dir: RunDir = None,
-    redis_url: Annotated[
-        str | None, typer.Option("--redis-url", help="Redis to write to, instead of the run's")
-    ] = None,
+    redis_url: WrittenRedisUrl = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="say what would be done, and change nothing")
     ] = False,
@@ -110,9 +111,9 @@ def requeue(
     """
     from rollout_queue.redis.record_restore import requeue as move
     from rollout_queue.redis.redis_client import open_redis
-    from weir.audit.audit_sources import sources_of
+    from weir.audit.audit_sources import sources_of_run
 
-    sources = sources_of(settings_of_run(config, run_dir, None, redis_url), redis_url)
+    sources = sources_of_run(config, run_dir, redis_url)
     fates, why = Counter[str](), ""
     with open_redis(sources.redis, REQUEUE_TIMEOUT_S) as redis:
         for letter in move(redis, dry_run=dry_run, discard=discard):
@@ -191,12 +192,10 @@ def export_model(
     one is copied. After a failure, nothing is left in DIR.
     """
     from weir.models import chosen, export, refuse_used, served_version
-    from weir.stack.services import effective_sections
 
     refuse_used(directory)
     settings = of_run(settings_from(config, run_dir=run_dir))
-    trainer = effective_sections(settings)["trainer"]
-    policies = policies_dir or Path(service_field("trainer", "policies_dir") or trainer["policies_dir"])
+    policies = trainer_directory(settings, "policies_dir", policies_dir)
     wanted = chosen(policies, version, served_version(settings) if version is None else None)
     _say(export(policies, wanted, directory).sentence)
 
@@ -221,17 +220,15 @@ def backup(
     Calls and training go on. The backup holds the data of users, the secret that signs session keys, and
     digests of API keys: only its owner may read its files.
     """
-    from weir.audit.audit_sources import sources_of
+    from weir.audit.audit_sources import sources_of_run
     from weir.backup.backup import BackupPlan, back_up
-    from weir.stack.services import effective_sections
 
-    settings = settings_of_run(config, run_dir, None, redis_url)
-    sources = sources_of(settings, redis_url, checkpoint_dir=checkpoint_dir)
-    own = service_field("trainer", "policies_dir") or effective_sections(settings)["trainer"]["policies_dir"]
+    sources = sources_of_run(config, run_dir, redis_url, checkpoint_dir=checkpoint_dir)
+    settings = settings_from(config, run_dir=run_dir)
     plan = BackupPlan(
         sources=sources,
         checkpoint_dir=sources.checkpoint_dir or Path("run/checkpoints"),
-        policies_dir=policies_dir or Path(own),
+        policies_dir=trainer_directory(settings, "policies_dir", policies_dir),
         every_version=every_version,
         fresh=fresh,
     )
@@ -248,9 +245,7 @@ def restore(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a backup", exists=True, file_okay=False)],
     config: Config = None,
     run_dir: RunDir = None,
-    redis_url: Annotated[
-        str | None, typer.Option("--redis-url", help="Redis to write to, instead of the run's")
-    ] = None,
+    redis_url: WrittenRedisUrl = None,
     checkpoint_dir: CheckpointDir = None,
     policies_dir: PoliciesDir = None,
     replace: Annotated[
@@ -264,17 +259,13 @@ def restore(
     """
     from weir.backup.restore import RestoreTarget, redis_of_run
     from weir.backup.restore import restore as write
-    from weir.stack.services import effective_sections
 
     settings = settings_from(config, run_dir=run_dir)
-    own = effective_sections(settings)["trainer"]
     with redis_of_run(settings, redis_url or service_field("trainer", "redis_url")) as url:
         target = RestoreTarget(
             redis_url=url,
-            checkpoint_dir=checkpoint_dir
-            or Path(service_field("trainer", "checkpoint_dir") or own["checkpoint_dir"]),
-            policies_dir=policies_dir
-            or Path(service_field("trainer", "policies_dir") or own["policies_dir"]),
+            checkpoint_dir=trainer_directory(settings, "checkpoint_dir", checkpoint_dir),
+            policies_dir=trainer_directory(settings, "policies_dir", policies_dir),
             replace=replace,
         )
         manifest = write(directory, target, _say)

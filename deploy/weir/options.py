@@ -1,8 +1,17 @@
-"""The options that most commands have, and the settings that they give."""
+"""The options that most commands have, and what they give: the settings, and where the stack's parts are.
+
+    settings_of_run ─▶ StackSettings ─┬─ gateway_of, redis_of, trainer_directory     an option wins over them
+                                      └─▶ audit_sources.sources_of_run, targets.targets_of
+
+An address is that of the services that run in the run directory; else that of the services' own settings (as
+in a container); else the one that `weir up` would use. What nothing gives is a StackError, of which `weir`
+prints the sentence.
+"""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -13,6 +22,7 @@ from rollout_queue.settings import read_settings
 from weir.errors import StackError
 from weir.stack import stack_state
 from weir.stack.run_keys import of_run
+from weir.stack.services import effective_sections
 from weir.stack.settings import StackSettings, service_field
 
 Config = Annotated[
@@ -27,6 +37,17 @@ STYLE: dict[str, Any] = {
 }
 """How all commands are shown."""
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+GatewayUrl = Annotated[str | None, typer.Option("--gateway-url", help="gateway to ask, instead of the run's")]
+RedisUrl = Annotated[str | None, typer.Option("--redis-url", help="Redis to read, instead of the run's")]
+WrittenRedisUrl = Annotated[
+    str | None, typer.Option("--redis-url", help="Redis to write to, instead of the run's")
+]
+CheckpointDir = Annotated[
+    Path | None, typer.Option("--checkpoint-dir", help="the trainer's checkpoints, instead of the run's")
+]
+PoliciesDir = Annotated[
+    Path | None, typer.Option("--policies-dir", help="the published versions, instead of the run's")
+]
 
 
 def use(config: Path | None, *, own_file: bool = True) -> None:
@@ -55,6 +76,25 @@ def settings_of_run(config: Path | None, run_dir: Path | None, *named: str | Non
     aside = Console(stderr=True, soft_wrap=True)
     aside.print(f"looking at {place_of(settings, run_dir, *named)}", markup=False, highlight=False)
     return of_run(settings, next(iter(named), None))
+
+
+def gateway_of(settings: StackSettings, running: Mapping[str, str]) -> str:
+    """The address of the gateway; `running` has those of the services that run, by name."""
+    known = running.get("gateway") or service_field("trainer", "gateway_url")
+    return (known or f"http://127.0.0.1:{settings.gateway_port}").rstrip("/")
+
+
+def redis_of(settings: StackSettings, running: Mapping[str, str]) -> str:
+    """The URL of Redis."""
+    return running.get("redis") or service_field("trainer", "redis_url") or settings.redis_url
+
+
+def trainer_directory(
+    settings: StackSettings, name: Literal["checkpoint_dir", "policies_dir"], given: Path | None = None
+) -> Path:
+    """A directory of the trainer: what an option has `given`, else that of the trainer's own settings."""
+    own = service_field("trainer", name)
+    return given or Path(own or effective_sections(settings)["trainer"][name])
 
 
 def place_of(settings: StackSettings, run_dir: Path | None, *named: str | None) -> str:

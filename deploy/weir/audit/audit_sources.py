@@ -9,9 +9,10 @@ from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from rollout_queue.redis.redis_client import open_redis
 from rollout_queue.redis.settings import RedisSettings, without_password
+from weir.options import redis_of, settings_of_run, trainer_directory
 from weir.stack import stack_state
 from weir.stack.services import effective_sections
-from weir.stack.settings import StackSettings, redis_access, service_field
+from weir.stack.settings import StackSettings, redis_access
 
 
 class Sources(NamedTuple):
@@ -35,40 +36,40 @@ class Sources(NamedTuple):
         return without_password(self.redis_url)
 
 
+def sources_of_run(
+    config: Path | None,
+    run_dir: Path | None,
+    redis_url: str | None,
+    trainer_url: str | None = None,
+    checkpoint_dir: Path | None = None,
+) -> Sources:
+    """The sources of the run that the options of a command name. Says which, and raises StackError, as
+    `settings_of_run` does."""
+    settings = settings_of_run(config, run_dir, None, redis_url)
+    return sources_of(settings, redis_url, trainer_url, checkpoint_dir)
+
+
 def sources_of(
     settings: StackSettings,
     redis_url: str | None = None,
     trainer_url: str | None = None,
     checkpoint_dir: Path | None = None,
 ) -> Sources:
-    """Each source comes from the first of these that names it: the arguments; the services that run in the
-    run directory; the services' own settings (as in a container); the settings that `weir up` would use.
-
-    No setting of a service has the trainer's address. Instead, the trainer reports it in Redis.
-    """
+    """Each source comes from the arguments, or else as `weir.options` says. No setting of a service has the
+    trainer's address. Instead, the trainer reports it in Redis."""
     found = stack_state.read(settings.run_dir)
-    running = {} if found is None else {name: service.url for name, service in found.services.items()}
-    redis = redis_url or redis_of(settings)
+    running = {} if found is None else found.urls
+    redis = redis_url or redis_of(settings, running)
     access = redis_access(redis)
     trainer = trainer_url or running.get("trainer_service") or reported_trainer(access)
-    directory = None if running else service_field("trainer", "checkpoint_dir")
+    of_run = Path(effective_sections(settings)["trainer"]["checkpoint_dir"]) if running else None
     return Sources(
         redis_url=redis,
         trainer_url=trainer or f"http://127.0.0.1:{settings.trainer_port}",
         admin_key=next(iter(settings.admin_keys), None),
-        checkpoint_dir=checkpoint_dir
-        or Path(directory or effective_sections(settings)["trainer"]["checkpoint_dir"]),
+        checkpoint_dir=trainer_directory(settings, "checkpoint_dir", checkpoint_dir or of_run),
         access=access,
     )
-
-
-def redis_of(settings: StackSettings) -> str:
-    """The Redis of the services that run in the run directory; else that of the services' own settings; else
-    the one that `weir up` would start."""
-    found = stack_state.read(settings.run_dir)
-    running = found.services.get("redis") if found is not None else None
-    url = running.url if running is not None else service_field("trainer", "redis_url")
-    return url or settings.redis_url
 
 
 def reported_trainer(access: RedisSettings) -> str | None:

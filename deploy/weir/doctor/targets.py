@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from rollout_queue.settings import ServiceSettings
-from weir.audit.audit_sources import redis_of
 from weir.configuration import service_settings
 from weir.doctor.deployment_facts import Settings
+from weir.options import gateway_of, redis_of
 from weir.stack import stack_state
 from weir.stack.run_keys import NAMES
 from weir.stack.settings import StackSettings, service_field
@@ -45,18 +45,12 @@ def targets_of(
     redis_url: str | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Targets:
-    """Each address comes from the first of these that has it: the arguments; the services that run in the
-    run directory; the services' own settings; the settings that `weir up` would use."""
+    """Each address comes from the arguments, or else as `weir.options` says."""
     found = stack_state.read(settings.run_dir)
-    running = {} if found is None else {name: service.url for name, service in found.services.items()}
+    running = {} if found is None else found.urls
     return Targets(
-        gateway_url=(
-            gateway_url
-            or running.get("gateway")
-            or service_field("trainer", "gateway_url")
-            or f"http://127.0.0.1:{settings.gateway_port}"
-        ).rstrip("/"),
-        redis_url=redis_url or redis_of(settings),
+        gateway_url=(gateway_url or gateway_of(settings, running)).rstrip("/"),
+        redis_url=redis_url or redis_of(settings, running),
         trainer_url=running.get("trainer_service"),
         admin_key=next(iter(settings.admin_keys), None),
         server_key=settings.rollout_server_key,

@@ -55,6 +55,11 @@ class StackState(BaseModel):
         service = self.services.get("gateway")
         return None if service is None else service.url
 
+    @property
+    def urls(self) -> dict[str, str]:
+        """The addresses of the services, by name."""
+        return {name: service.url for name, service in self.services.items()}
+
     def running(self) -> list[str]:
         """The names of the services that still run, even if their parent has ended."""
         return [name for name, service in self.services.items() if service.process()]

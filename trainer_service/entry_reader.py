@@ -9,6 +9,7 @@ step gets its verdicts between two checkpoints, and the process may end before i
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from rollout_queue import clock
@@ -109,7 +110,6 @@ class EntryReader:
         assembler.add(entries)
         sessions, groups = assembler.take_new_ids()
         if sessions or groups:
-            finished = self._heartbeat.retry(
-                lambda: read_finished(self._stream, sessions, groups), StorageUnavailable, "waiting"
-            )
+            read = partial(read_finished, self._stream, sessions, groups)
+            finished = self._heartbeat.retry(read, StorageUnavailable, "waiting")
             assembler.mark_finished(finished.settled, finished.gone)

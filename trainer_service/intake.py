@@ -7,7 +7,7 @@ read ─▶ select ─┬─ skipped ─▶ end ─▶ stream, at once
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -22,7 +22,7 @@ from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.entry_reader import BLOCK_S, EntryReader
 from trainer_service.groups.acknowledgement import Acknowledgement, acknowledgement_of
 from trainer_service.groups.assemble import Assembler, Group, Rules, describe_sessions, describe_waits
-from trainer_service.groups.evaluation import Evaluations, EvaluationState
+from trainer_service.groups.evaluation import Evaluations
 from trainer_service.groups.group_rewards import GroupRewards
 from trainer_service.groups.guards import Recovery
 from trainer_service.groups.screening import ScreenedGroup, with_verdict
@@ -58,11 +58,6 @@ class Acknowledger:
         delivers the entries of these acknowledgements again. The trainer then repeats the acknowledgement."""
 
     @property
-    def owed(self) -> Acknowledgement:
-        """The entries and verdicts that were trained and are not acknowledged yet."""
-        return Acknowledgement.joined(self._owed)
-
-    @property
     def owed_sessions(self) -> int:
         return sum(len(each.sessions) for each in self._owed)
 
@@ -80,9 +75,11 @@ class Acknowledger:
         """Keep an acknowledgement of a trained group until a checkpoint contains the group's step."""
         self._owed.append(acknowledgement)
 
-    def contain(self) -> None:
-        """Note that a checkpoint contains the steps of everything that is owed now."""
+    def contain(self) -> Acknowledgement:
+        """Note that a checkpoint contains the steps of everything that is owed now. Returns that: the entries
+        and verdicts that were trained and are not acknowledged yet."""
         self._contained = len(self._owed)
+        return Acknowledgement.joined(self._owed)
 
     def acknowledge_contained(self) -> None:
         """Acknowledge what the last checkpoint contains, which is durable. If the trainer ends meanwhile,
@@ -113,14 +110,12 @@ class Acknowledger:
             if number:
                 self._heartbeat.beat("waiting", "Redis to take the verdicts of many sessions")
             part = Acknowledgement.joined(some)
-            self._heartbeat.retry(partial(self._send, part), StorageUnavailable, "waiting")
+            send = partial(self._stream.acknowledge, part.entry_ids, part.verdicts)
+            self._heartbeat.retry(send, StorageUnavailable, "waiting")
             self._metrics.acknowledged(part)
         whole = Acknowledgement.joined(parts)
         if whole.sessions and whole not in self._recent:
             self._recent.append(whole)
-
-    def _send(self, part: Acknowledgement) -> None:
-        self._stream.acknowledge(part.entry_ids, part.verdicts)
 
 
 def _at_once(parts: Sequence[Acknowledgement]) -> Iterator[list[Acknowledgement]]:
@@ -162,36 +157,6 @@ class ImageLoader:
         return ShownRows(shown, refused)
 
 
-class EvaluationCounts:
-    """Keeps the scores, and reports them to Prometheus, the sinks and `/status`."""
-
-    def __init__(self, heartbeat: Heartbeat, metrics: TrainerMetrics) -> None:
-        self._heartbeat, self._metrics = heartbeat, metrics
-        self._evaluations = Evaluations()
-
-    def state(self) -> EvaluationState:
-        return self._evaluations.state
-
-    def resume(self, state: EvaluationState) -> None:
-        self._evaluations = Evaluations(state)
-        self._metrics.show_evaluations(state.scores)
-        self._heartbeat.note_evaluations(self._evaluations.metrics())
-
-    def note_version(self, version: int, step: int) -> None:
-        """Note that `step` made `version`."""
-        self._evaluations.note_version(version, step)
-
-    def add(self, groups: Iterable[Group]) -> None:
-        """Count the evaluation sessions of groups that have ended."""
-        members = (member for group in groups for member in group.members)
-        changed = self._evaluations.add(each.evaluation for each in members if each.evaluation)
-        for score in changed:
-            self._metrics.evaluated(score, self._evaluations.step_of(score.version))
-        if changed:
-            self._metrics.forget_evaluations(self._evaluations.forget_oldest())
-            self._heartbeat.note_evaluations(self._evaluations.metrics())
-
-
 WHILE_PAUSED = Verdict(
     code="not_for_training", detail="it ended while the training was paused (trainer.paused_traffic)"
 )
@@ -227,10 +192,11 @@ class Intake:
         self._assembler = Assembler(self._rules)
         self._order = Order()
         self._tasks = TaskRates(algorithm.curriculum)
-        self._heartbeat = heartbeat
+        self._heartbeat, self._metrics = heartbeat, metrics
         self._reader = EntryReader(stream, heartbeat)
         self._acknowledger = Acknowledger(stream, heartbeat, metrics)
-        self.evaluations = EvaluationCounts(heartbeat, metrics)
+        self.acknowledge = self._acknowledger.acknowledge_contained
+        self.evaluations = Evaluations()
         self._tally = Tally(rollouts_per_step=algorithm.min_live_rows)
         self._live_rows = 0
         """How many rows with an advantage the last selection found."""
@@ -249,7 +215,9 @@ class Intake:
         self._assembler = Assembler(self._rules, state.settled, state.gone)
         self._tasks = TaskRates(self._algorithm.curriculum, state.task_rates)
         self._heartbeat.note_tasks(self._tasks.state)
-        self.evaluations.resume(state.evaluations)
+        self.evaluations = Evaluations(state.evaluations)
+        self._metrics.show_evaluations(state.evaluations.scores)
+        self._heartbeat.note_evaluations(self.evaluations.metrics())
         pending = self._reader.reclaim()
         trained = set(state.owed.entry_ids)
         self._acknowledger.resume(state.owed, {entry.entry_id for entry in pending})
@@ -316,11 +284,8 @@ class Intake:
     def end(self, skipped: Sequence[ScreenedGroup]) -> None:
         """End groups that no step will use: acknowledge them, and entries that came after their session had
         ended."""
-        self._acknowledger.end(
-            [acknowledgement_of(screened) for screened in skipped],
-            freed=self._assembler.take_freed_entries(),
-            late=self._assembler.take_late_entries(),
-        )
+        freed, late = self._assembler.take_useless_entries()
+        self._acknowledger.end([acknowledgement_of(screened) for screened in skipped], freed, late)
         for screened in skipped:
             if any(member.evaluation is None for member in screened.group.members):
                 logger.info("group %s is not trained: %s", screened.group.group_id, screened.skip_reason)
@@ -334,25 +299,27 @@ class Intake:
 
     def _count(self, ended: Sequence[ScreenedGroup]) -> None:
         groups = [screened.group for screened in ended]
-        self.evaluations.add(groups)
-        if groups:
-            self._tasks.add(groups)
-            self._heartbeat.note_tasks(self._tasks.state)
-
-    def acknowledge(self) -> None:
-        """Acknowledge the trained groups that the last checkpoint contains, which must be durable."""
-        self._acknowledger.acknowledge_contained()
+        if not groups:
+            return
+        self._tasks.add(groups)
+        self._heartbeat.note_tasks(self._tasks.state)
+        members = (member for group in groups for member in group.members)
+        changed = self.evaluations.add(each.evaluation for each in members if each.evaluation)
+        for score in changed:
+            self._metrics.evaluated(score, self.evaluations.step_of(score.version))
+        if changed:
+            self._metrics.forget_evaluations(self.evaluations.forget_oldest())
+            self._heartbeat.note_evaluations(self.evaluations.metrics())
 
     def run_state(self, step: int, version: int) -> RunState:
         """The state that a checkpoint stores now, beside the weights. When it is durable, `acknowledge`."""
-        self._acknowledger.contain()
         return RunState(
             step=step,
             version=version,
-            owed=self._acknowledger.owed,
-            settled=self._assembler.settled,
-            gone=self._assembler.gone,
-            evaluations=self.evaluations.state(),
+            owed=self._acknowledger.contain(),
+            settled=list(self._assembler.settled),
+            gone=dict(self._assembler.gone),
+            evaluations=self.evaluations.state,
             task_rates=self._tasks.state,
         )
 

@@ -116,7 +116,9 @@ class Trainer(TrainingLoop):
         parts = (self._attempts, teacher, intake.shown, settings.record_tokens)
         self._groups = GroupTrainer(policy, settings.algorithm, heartbeat, *parts)
         self._stopwatch = watch = Stopwatch()
-        contents = Contents(self._state, intake.evaluations.state, self._recoveries.wanted, self._acknowledge)
+        contents = Contents(
+            self._state, lambda: intake.evaluations.state, self._recoveries.wanted, self._acknowledge
+        )
         self._cycle = CheckpointCycle(checkpoints, policy, settings, heartbeat, watch, disk, contents)
         self._content = VersionContent(policy, publisher, adapters=settings.transport == "adapter")
         self.step, self.version = 0, settings.initial_version
@@ -183,7 +185,7 @@ class Trainer(TrainingLoop):
             algorithm = self._settings.algorithm.after(self._shared_state.snapshot.metrics)
             algorithm = self._attempts.eased(algorithm)
             self._heartbeat.note_row_bound(algorithm.max_row_tokens)
-            return self._intake.select(self.version, algorithm, self._groups.early_group_ids), algorithm
+            return self._intake.select(self.version, algorithm, self._groups.early.group_ids), algorithm
 
     def _learn_early(self, groups: Sequence[ScreenedGroup], algorithm: AlgorithmSettings) -> None:
         """While the step waits for more groups, learn from those that are here: the early groups. If engines
@@ -234,7 +236,7 @@ class Trainer(TrainingLoop):
         """Go back to the best other version that has a checkpoint. Continue, or hold the training there."""
         alarm = self.publisher.explained(alarm)
         self._cycle.settle(wait=True)
-        target = self._recoveries.target(alarm, self._cycle.versions() - {undone})
+        target = self._recoveries.target(alarm, self._cycle.versions().keys() - {undone})
         if held := target is None or self._recoveries.used_up or self.hold.reason is not None:
             self.hold.hold(alarm, undone)
         if target is None:  # the weights are the first ones
@@ -310,7 +312,7 @@ class Trainer(TrainingLoop):
 
     def _report(self, phase: Phase) -> None:
         waits = [self._intake.waiting_for()] if phase == "waiting" else []
-        if waits and (tokens := self._groups.early_tokens):
+        if waits and (tokens := self._groups.early.tokens):
             waits.append(f"{tokens} tokens are already learned")
         if waits and self.publisher.waits_for:
             waits.append(f"a version waits for {self.publisher.waits_for}")

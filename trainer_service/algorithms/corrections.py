@@ -10,6 +10,7 @@ bound of M2PO is computed over the whole step. A correction is a weight that mul
 Names in backticks with a dot, such as `mask.geo_seq`, are cases of `algorithms_golden.json` in the tests.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import log
 from typing import Annotated, ClassVar, Literal
@@ -300,17 +301,9 @@ Mask = Annotated[
 ]
 
 
-def kept_rows(tokens: Tokens, masks: tuple[Mask, ...]) -> Tensor:
-    """[T] bool: the tokens that all masks of rows keep."""
-    return _kept(tokens, [mask for mask in masks if mask.of_rows], torch.inf)
-
-
-def kept_tokens(tokens: Tokens, masks: tuple[Mask, ...], m2_bound: float) -> Tensor:
-    """[T] bool: the tokens that all masks of tokens keep. `m2_bound` is the step's bound for M2PO."""
-    return _kept(tokens, [mask for mask in masks if not mask.of_rows], m2_bound)
-
-
-def _kept(tokens: Tokens, masks: list[Mask], m2_bound: float) -> Tensor:
+def kept_by(masks: Iterable[Mask], tokens: Tokens, m2_bound: float | None = None) -> Tensor:
+    """[T] bool: the tokens that all of these masks keep. `m2_bound` is the step's bound for M2PO."""
+    m2_bound = torch.inf if m2_bound is None else m2_bound
     kept_T = torch.ones_like(tokens.rows_T, dtype=torch.bool)
     for mask in masks:
         kept_T = kept_T & mask.kept(tokens, m2_bound)

@@ -26,8 +26,7 @@ from trainer_service.algorithms.corrections import (
     Outlier,
     TisToken,
     TokenWeights,
-    kept_rows,
-    kept_tokens,
+    kept_by,
 )
 from trainer_service.algorithms.imitation import CrossEntropy, ForwardKl, Kdrl, RefKl, ReverseKl
 from trainer_service.algorithms.kl import Kl
@@ -124,10 +123,10 @@ def step_statistics(tokens: Tokens, settings: LossSettings) -> StepStatistics:
     valid for all epochs of the step."""
     kept = replace(tokens, lp_new_T=tokens.lp_prox_T)
     kept = kept.at(kept.finite & kept.fresh)
-    kept_T = kept_rows(kept, settings.masks)
+    kept_T = kept_by((mask for mask in settings.masks if mask.of_rows), kept)
     strictest = min((each for each in settings.masks if isinstance(each, M2po)), key=_limit, default=None)
     m2_bound = None if strictest is None else strictest.bound(kept.log_rho[kept_T])
-    kept_T = kept_T & kept_tokens(kept, settings.masks, torch.inf if m2_bound is None else m2_bound)
+    kept_T = kept_T & kept_by((mask for mask in settings.masks if not mask.of_rows), kept, m2_bound)
     mean, correction = None, settings.correction
     if correction.normalise:
         weights = correction.weigh(kept)
@@ -224,8 +223,7 @@ def _weights(usable: Tokens, settings: LossSettings, statistics: StepStatistics)
     0."""
     if statistics.m2_bound is None and any(mask.whole_step for mask in settings.masks):
         raise ValueError("m2po needs the statistics of the whole step")
-    bound = torch.inf if statistics.m2_bound is None else statistics.m2_bound
-    kept_T = kept_rows(usable, settings.masks) & kept_tokens(usable, settings.masks, bound)
+    kept_T = kept_by(settings.masks, usable, statistics.m2_bound)
     weights = settings.correction.weigh(usable)
     if settings.correction.normalise:
         if statistics.mean_weight is None:

@@ -202,6 +202,8 @@ def untruncated(
 
 def shaped(rollouts: Sequence[Rollout], settings: ShapingSettings) -> tuple[Rollout, ...]:
     """The same rollouts; the length penalties of the settings are subtracted from their rewards."""
+    if settings.length_penalty is None and settings.overlong is None:
+        return tuple(rollouts)
     rewards_B = (batch := Rollouts(tuple(rollouts))).rewards
     if (weights := settings.length_penalty) is not None:
         sizes = [[each.output_tokens, each.input_tokens, each.turns] for each in rollouts]

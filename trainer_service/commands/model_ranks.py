@@ -60,8 +60,9 @@ class PassCall(RankCall[Models, PassValues]):
     def on(self, part: Models) -> PassValues:
         return run_pass(part, self.work, self.beat)
 
-    def for_other_ranks(self) -> "PassCall":
-        return PassCall(self.work)
+    def __getstate__(self) -> dict[str, object]:
+        """What travels to other ranks: no `beat`, because only rank 0 reports progress."""
+        return {**self.__dict__, "beat": _no_beat}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Collects the entries of the stream into sessions, and the sessions into complete groups.
 
     Entry ─▶ Assembler.add ─▶ sessions, by group ─▶ complete ─▶ Group ─▶ (trained, or not) ─▶ release
-                          └─▶ take_late_entries: entries of sessions that have been released, or deleted
+                          └─▶ take_useless_entries: of sessions that have been released, or deleted
 
 A session keeps its entries until its group is released. The entries stay unacknowledged until then, so that a
 restarted trainer reads them again. A group is complete when all its members have ended. It is released
@@ -12,6 +12,7 @@ is not trained.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from rollout_queue import clock
@@ -110,8 +111,9 @@ class Assembler:
         self._rules = rules
         self._sessions: dict[str, Session] = {}
         self._held: set[str] = set()
-        self._settled: dict[str, None] = dict.fromkeys(settled)
-        self._gone: dict[str, int] = dict(gone or {})
+        self.settled: dict[str, None] = dict.fromkeys(settled)
+        """The sessions that were released most recently, the newest last."""
+        self.gone: dict[str, int] = dict(gone or {})
         """The groups that were released while members were missing, and how many members each had; 0 if not
         known."""
         self._late: list[str] = []
@@ -126,7 +128,7 @@ class Assembler:
             if entry.entry_id in self._held:
                 continue
             session_id = entry.record.session_id
-            if session_id in self._settled:
+            if session_id in self.settled:
                 self._late.append(entry.entry_id)
                 continue
             if (session := self._sessions.get(session_id)) is None:
@@ -149,7 +151,7 @@ class Assembler:
         them an earlier trainer process has released."""
         sessions, self._new_sessions = self._new_sessions, set()
         groups, self._new_groups = self._new_groups, set()
-        return sessions, [group_id for group_id in groups - self._gone.keys() if not _alone(group_id)]
+        return sessions, [group_id for group_id in groups - self.gone.keys() if not _alone(group_id)]
 
     def mark_finished(self, settled: Iterable[str], gone: Iterable[str]) -> None:
         """Forget the `settled` sessions, which an earlier trainer process has released, and remember that it
@@ -157,7 +159,7 @@ class Assembler:
         for session_id in settled:
             self._late += self._forget(session_id)
         for group_id in gone:
-            self._gone[group_id] = 0
+            self.gone[group_id] = 0
 
     def complete(self, caught_up: bool) -> list[Group]:
         """The groups that no longer wait. The group whose last record is the oldest comes first.
@@ -166,15 +168,16 @@ class Assembler:
         members, because their records may still be in the stream.
         """
         now_s = clock.now()
-        found: list[tuple[float, Group]] = []
+        found: list[tuple[float, str, str, Group]] = []
         for group_id in self._groups:
             sessions = self._of(group_id)
             if members := self._going(group_id, sessions, caught_up, now_s):
-                ordered = tuple(sorted(members, key=lambda member: member.session_id))
+                ordered = tuple(sorted(members, key=attrgetter("session_id")))
                 size = _size(group_id, sessions) or len(members)
                 last_record_at = max(session.last_record_at for session in sessions)
-                found.append((last_record_at, Group(group_id.strip(), size, ordered)))
-        return [group for _, group in sorted(found, key=lambda item: (item[0], item[1].group_id))]
+                group = Group(group_id.strip(), size, ordered)
+                found.append((last_record_at, group.group_id, group_id, group))
+        return [group for *_, group in sorted(found)]  # no two groups have the same id here
 
     def group_ids(self) -> set[str]:
         """The ids of all groups here, complete or not."""
@@ -187,30 +190,17 @@ class Assembler:
             acknowledged = frozenset(member.entry_ids)
             self._late += [each for each in self._forget(member.session_id) if each not in acknowledged]
         if len(group.members) < group.size:
-            self._gone.setdefault(group.group_id, len(group.members))
-        _forget_oldest(self._settled, SETTLED_KEPT)
-        _forget_oldest(self._gone, GONE_KEPT)
+            self.gone.setdefault(group.group_id, len(group.members))
+        _forget_oldest(self.settled, SETTLED_KEPT)
+        _forget_oldest(self.gone, GONE_KEPT)
 
-    def take_late_entries(self) -> list[str]:
-        """Entries that came after their session was released or deleted. They have no effect."""
-        late, self._late = self._late, []
-        return late
-
-    def take_freed_entries(self) -> list[str]:
-        """Entries of deleted sessions. They must be acknowledged before the entry of the deletion. Otherwise
-        a restarted trainer could read them without the deletion, and train them."""
-        freed, self._freed = self._freed, []
-        return freed
-
-    @property
-    def settled(self) -> list[str]:
-        """The sessions that were released most recently, the newest last."""
-        return list(self._settled)
-
-    @property
-    def gone(self) -> dict[str, int]:
-        """The groups that were released without some of their members, and how many members each had."""
-        return dict(self._gone)
+    def take_useless_entries(self) -> tuple[list[str], list[str]]:
+        """The entries since the last call that have no effect: first those of deleted sessions, which must be
+        acknowledged before the entry of the deletion, because a restarted trainer could read them without the
+        deletion, and train them; then those that came after their session was released or deleted."""
+        found = self._freed, self._late
+        self._freed, self._late = [], []
+        return found
 
     def counts(self) -> SessionCounts:
         sessions = self._sessions.values()
@@ -227,7 +217,7 @@ class Assembler:
             ended = [session for session in sessions if session.ended(self._rules)]
             rewarded = self._rewarded(sessions)
             missing = 0 if size is None else min(size - len(ended), self._rules.needed(size) - len(rewarded))
-            if not ended or missing <= 0 or group_id in self._gone:
+            if not ended or missing <= 0 or group_id in self.gone:
                 continue
             since = min((s.rewarded_at for s in rewarded), default=max(s.last_record_at for s in sessions))
             deadline_s = self._rules.group_deadline_s
@@ -243,7 +233,7 @@ class Assembler:
         return sum(
             session.oldest == version and not session.closed
             for group_id, session_ids in self._groups.items()
-            if group_id not in self._gone and going.isdisjoint(session_ids)
+            if group_id not in self.gone and going.isdisjoint(session_ids)
             for session in (self._sessions[session_id] for session_id in session_ids)
         )
 
@@ -252,7 +242,7 @@ class Assembler:
     ) -> list[Member]:
         """The members that the group is released with now; none while the group waits."""
         rules = self._rules
-        if (present := self._gone.get(group_id)) is not None:
+        if (present := self.gone.get(group_id)) is not None:
             return [late for each in sessions if (late := each.late_member(rules, present))]
         size = _size(group_id, sessions)
         overdue = caught_up and now_s - max(each.last_record_at for each in sessions) > rules.group_wait_s
@@ -292,7 +282,7 @@ class Assembler:
         """Forget a session, and remember that it was released. Returns its entries."""
         session = self._sessions.pop(session_id)
         self._held.difference_update(session.entry_ids)
-        self._settled[session_id] = None
+        self.settled[session_id] = None
         self._leave(session.group_id, session_id)
         return session.entry_ids
 

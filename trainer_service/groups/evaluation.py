@@ -135,4 +135,4 @@ def sampled_by(turns: Sequence[Turn]) -> int | None:
     for turn in turns:
         for span in turn.versions:
             tokens[span.version] += span.end - span.start
-    return min(tokens, key=lambda each: (-tokens[each], each), default=None)
+    return max(sorted(tokens), key=tokens.__getitem__, default=None)

@@ -234,17 +234,13 @@ class GroupRewards:
         """Forget all counted groups except these: the other groups have ended."""
         self._counted.intersection_update(group_ids)
 
-    def take_means(self) -> list[GroupReward]:
-        """The task and the mean reward of each group that was counted since the last call."""
-        means = list(self._means)
+    def take(self) -> tuple[list[GroupReward], list[EvaluationReward]]:
+        """What was counted since the last call: the task and mean reward of each group, and the task, version
+        and reward of each evaluation session."""
+        found = list(self._means), list(self._evaluations)
         self._means.clear()
-        return means
-
-    def take_evaluations(self) -> list[EvaluationReward]:
-        """The task, version and reward of each evaluation session that was counted since the last call."""
-        rewards = list(self._evaluations)
         self._evaluations.clear()
-        return rewards
+        return found
 
 
 def _bounded(reward: float) -> float:

@@ -2,7 +2,7 @@
 recoveries: which versions are undone because the training went back. What they sampled is not trained."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import nan
 from statistics import median
 
@@ -96,8 +96,7 @@ class Guards:
         if reason := grad_norm(list(self._norms), values, self._settings):
             self._norms.clear()
             return Alarm("max_grad_norm_ratio", reason)
-        found = ((name, check(values, self._settings)) for name, check in _OF_STEPS.items())
-        return next((Alarm(name, reason) for name, reason in found if reason), None)
+        return mismatch(values, self._settings)
 
     def check_rewards(
         self, groups: Sequence[GroupReward], evaluations: Sequence[EvaluationReward] = ()
@@ -141,42 +140,32 @@ def grad_norm(norms: Sequence[float], values: Values, settings: GuardSettings) -
     )
 
 
-def abs_logp(values: Values, settings: GuardSettings) -> str | None:
+_MISMATCHES = (
+    ("abs_logp", "mean |Δlogprob| between trainer and engine"),
+    ("kl", "the KL between engine and trainer"),
+)
+"""What guards bound, each by the setting `max_` with its name: the two computed the same tokens of the same
+weights. `kl` is far from 0 if most tokens differ in the same direction."""
+
+
+def mismatch(values: Values, settings: GuardSettings) -> Alarm | None:
     """Trainer and engine give the same tokens of the same weights different log-probabilities: one of the two
-    computes them wrongly."""
-    seen = _mismatch(values, "abs_logp")
-    if settings.max_abs_logp is None or seen is None or seen <= settings.max_abs_logp:
-        return None
-    return _differ(
-        "mean |Δlogprob| between trainer and engine", seen, values, "max_abs_logp", settings.max_abs_logp
-    )
+    computes them wrongly.
 
-
-def kl(values: Values, settings: GuardSettings) -> str | None:
-    """The log-probabilities of trainer and engine differ in the mean: most tokens differ in the same
-    direction."""
-    seen = _mismatch(values, "kl")
-    if settings.max_kl is None or seen is None or abs(seen) <= settings.max_kl:
-        return None
-    return _differ("the KL between engine and trainer", seen, values, "max_kl", settings.max_kl)
-
-
-def _mismatch(values: Values, name: str) -> float | None:
-    """The mismatch of a step, on the tokens that the trainer's own version sampled. What learning has moved
-    since an older version sampled a token is no fault, so a step that has only such tokens is not judged:
-    None. Not a number if no token had a finite log-probability."""
-    judged = f"mismatch/{name}_current" in values or f"mismatch/{name}" not in values
-    return values.get(f"mismatch/{name}_current", nan) if judged else None
-
-
-def _differ(what: str, seen: float, values: Values, guard: str, limit: float) -> str:
-    return (
-        f"{what} is {seen:.3g} in step {values['step']:g}, on tokens of the trainer's own version, beyond "
-        f"{limit:g} (guards.{guard})"
-    )
-
-
-_OF_STEPS: dict[str, Callable[[Values, GuardSettings], str | None]] = {
-    "max_abs_logp": abs_logp,
-    "max_kl": kl,
-}
+    Judged on the tokens that the trainer's own version sampled. What learning has moved since an older
+    version sampled a token is no fault, so a step that has only such tokens is not judged. Not a number if no
+    token had a finite log-probability.
+    """
+    for name, what in _MISMATCHES:
+        guard, metric = f"max_{name}", f"mismatch/{name}"
+        limit = getattr(settings, guard)
+        if limit is None or (metric in values and f"{metric}_current" not in values):
+            continue
+        seen = values.get(f"{metric}_current", nan)
+        if not abs(seen) <= limit:
+            reason = (
+                f"{what} is {seen:.3g} in step {values['step']:g}, on tokens of the trainer's own version, "
+                f"beyond {limit:g} (guards.{guard})"
+            )
+            return Alarm(guard, reason)
+    return None

@@ -175,7 +175,11 @@ def screen(
         able = {}
     shaped = {rollout.rollout_id: rollout.reward for rollout in found.rollouts}
     planned = tuple(
-        row for session_id, member in able.items() for row in _rows(member, name, shaped[session_id])
+        row
+        for session_id, member in able.items()
+        for row in planned_rows(
+            session_id, member.turns, member.trainable, _credit(member, shaped[session_id]), name
+        )
     )
     return ScreenedGroup(
         group=group,
@@ -276,15 +280,10 @@ def _age(member: Member, version: int) -> str:
     return f"sampled by version {oldest}, {version - oldest} before the trainer's {version}"
 
 
-def _rows(member: Member, group_id: str, reward: float) -> tuple[PlannedRow, ...]:
-    """The rows of a member. `reward` is its reward after shaping."""
-    credit = _credit(member, reward)
-    return planned_rows(member.session_id, member.turns, member.trainable, credit, group_id)
-
-
 def _credit(member: Member, reward: float) -> dict[str | None, float]:
     """The sum of the rewards that name a turn, by turn id. The key None has the sum of the rest: rewards of
-    the whole session, rewards of turns that are not trained, and the difference that shaping makes."""
+    the whole session, rewards of turns that are not trained, and the difference that shaping makes; `reward`
+    is the one after it."""
     if member.truncated and reward == 0:  # shaping took the session's reward, so no turn keeps its own
         return {}
     assert member.reward is not None  # noqa: S101 - the member is rewarded

@@ -56,12 +56,12 @@ class ExportTensor:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "ExportTensor":
-        return cls(name, full_shape(tensor), [tensor], lambda: tensor)
+        return cls(name, full_shape(tensor), [tensor], tensor.detach)
 
     @classmethod
     def in_file(cls, name: str, tensor: Tensor) -> "ExportTensor":
         """A tensor that no training changes, mapped from the base model's file."""
-        return cls(name, tuple(tensor.shape), [], lambda: tensor, lasts=True)
+        return cls(name, tuple(tensor.shape), [], tensor.detach, lasts=True)
 
     def value_for(self, dtype: torch.dtype) -> Tensor:
         """The tensor from the gathered weights, for a file with this dtype. The caller converts it."""

@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ def shares_of(sizes: Sequence[int], keepers: int) -> list[list[int]]:
     tensor comes first. Each goes to the rank with the fewest bytes, so all ranks decide alike."""
     shares: list[list[int]] = [[] for _ in range(keepers)]
     held = [0] * keepers
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         rank = held.index(min(held))
         shares[rank].append(index)
         held[rank] += sizes[index]
@@ -176,7 +177,7 @@ def write_file(path: Path, tensors: Sequence[HostTensor]) -> FileSpec:
             file.write(chunk)
             size += len(chunk)
     specs = [TensorSpec(t.name, list(t.value.shape), NAMES[t.value.dtype]) for t in tensors]
-    return FileSpec(path.name, size, digest.hexdigest(), sorted(specs, key=lambda spec: spec.name))
+    return FileSpec(path.name, size, digest.hexdigest(), sorted(specs, key=attrgetter("name")))
 
 
 def _chunks(tensors: Sequence[HostTensor]) -> Iterator[memoryview]:

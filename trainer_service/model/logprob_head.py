@@ -147,9 +147,13 @@ class _SampledLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH = kept[:2]
         wide = _wide(hidden_TH)
         of_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
-        of_inputs = [torch.empty_like(x) if n else None for x, n in _every_other(factors, needed, 0)]
+        of_inputs = [
+            torch.empty_like(inputs) if needs else None
+            for inputs, needs in zip(factors[::2], needed[::2], strict=True)
+        ]
         of_weights = [
-            torch.zeros_like(w, dtype=wide) if n else None for w, n in _every_other(factors, needed, 1)
+            torch.zeros_like(weight, dtype=wide) if needs else None
+            for weight, needs in zip(factors[1::2], needed[1::2], strict=True)
         ]
         for some in _chunks(hidden_TH, weight_VH):
             transformed_CV = ctx.transform(_logits(kept, kept_bias_V, some))
@@ -184,10 +188,6 @@ def _kept(factors: Sequence[Tensor], columns: int | None) -> list[Tensor]:
 
 def _cut(bias_V: Tensor | None, columns: int | None) -> Tensor | None:
     return None if bias_V is None else bias_V[:columns]
-
-
-def _every_other(factors: list[Tensor], needed: list[bool], first: int) -> Iterator[tuple[Tensor, bool]]:
-    return zip(factors[first::2], needed[first::2], strict=True)
 
 
 def _of_logits(logp_CV: Tensor, targets_CK: Tensor, gradient_CK: Tensor, entropy_C: Tensor | None) -> Tensor:

@@ -154,6 +154,8 @@ class Publisher:
         self.waits_for: str | None = None
         """What the publication in the background waits for."""
         self._store, self._gateway, self._stream = store, gateway, stream
+        self.versions = store.versions
+        """The versions that can be served again, ascending."""
         self._place, self._sender = place, sender
         self._heartbeat, self._metrics = heartbeat, metrics
         self._known: int | None = None
@@ -187,11 +189,8 @@ class Publisher:
         Returns the highest number that was published or reserved before. `version` is reserved only if it is
         higher. May raise Stopped.
         """
-        return self._heartbeat.retry(
-            lambda: self._stream.reserve(version, self._place.location(version)),
-            StorageUnavailable,
-            "waiting",
-        )
+        reserve = partial(self._stream.reserve, version, self._place.location(version))
+        return self._heartbeat.retry(reserve, StorageUnavailable, "waiting")
 
     def publish(
         self,
@@ -239,24 +238,16 @@ class Publisher:
         """Runs in the background. If the number is taken, this is only logged, because the next version will
         replace this one."""
         self._pushes.follow()
-        path = self._retry(
-            lambda: self._write(version, step, snapshot.write),
-            DiskRefused,
-            f"room on the disk for version {version}",
-        )
-        self._retry(
-            lambda: self._offer(version), StoreUnavailable, f"the object store to take version {version}"
-        )
+        write, offer = partial(self._write, version, step, snapshot.write), partial(self._offer, version)
+        path = self._retry(write, DiskRefused, f"room on the disk for version {version}")
+        self._retry(offer, StoreUnavailable, f"the object store to take version {version}")
         location, digest = self._place.location(version), manifest_sha256(path)
         if self._sender is not None:
             self._sender.offer(version, digest, snapshot.tensors)
         size = self._store.size_of(version)
         try:
-            announced = self._retry(
-                lambda: self._gateway.announce(version, location, digest, step, size),
-                GatewayUnavailable,
-                GATEWAY,
-            )
+            announce = partial(self._gateway.announce, version, location, digest, step, size)
+            announced = self._retry(announce, GatewayUnavailable, GATEWAY)
         except VersionTaken as error:
             logger.error("version %d is not published: %s", version, error)
             return
@@ -297,10 +288,6 @@ class Publisher:
         the trainer."""
         failures = self._pushes.failures
         return alarm if failures is None else replace(alarm, reason=f"{failures}; {alarm.reason}")
-
-    def versions(self) -> list[int]:
-        """The versions that can be served again, ascending."""
-        return self._store.versions()
 
     def roll_back(self, version: int) -> bool:
         """Have the fleet serve an older version again. Returns whether a server serves it; failures are
@@ -389,4 +376,4 @@ class VersionNumbers:
         return number
 
     def _reserve_on_disk(self, above: int) -> int:
-        return self._disk.until_written("the number of a version", lambda: self._file.reserve(above))
+        return self._disk.until_written("the number of a version", partial(self._file.reserve, above))

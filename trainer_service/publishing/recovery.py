@@ -63,8 +63,7 @@ class Recoveries:
 
     def check_rewards(self) -> Alarm | None:
         """The alarm that the groups and evaluation sessions since the last call raise."""
-        means, evaluations = self._rewards.take_means(), self._rewards.take_evaluations()
-        return self._counted(self._guards.check_rewards(means, evaluations))
+        return self._counted(self._guards.check_rewards(*self._rewards.take()))
 
     def check_step(self, values: Mapping[str, float]) -> Alarm | None:
         """The alarm that a step raises, whose metrics these are."""

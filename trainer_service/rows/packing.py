@@ -108,16 +108,18 @@ def layout_of(rows: Sequence[Ids], pack: Pack) -> PackLayout:
     lengths_S = np.array([len(segment) for segment in segments])
     starts_S = lengths_S.cumsum() - lengths_S
     parents = [-1 if each.parent is None else numbers[each.parent] for each in segments]
-
-    def places(tip: Segment) -> Ids:
-        return np.concatenate([starts_S[numbers[each]] + np.arange(len(each)) for each in tip.path])
+    places = {
+        row: np.concatenate([starts_S[numbers[each]] + np.arange(len(each)) for each in tip.path])
+        for tree in pack
+        for row, tip in tree.tips.items()
+    }
 
     return PackLayout(
         ids_N=np.concatenate([rows[each.row][each.start : each.end] for each in segments]),
         positions_N=np.concatenate([np.arange(each.start, each.end) for each in segments]),
         lengths_S=lengths_S,
         parents_S=np.array(parents),
-        places={row: places(tip) for tree in pack for row, tip in tree.tips.items()},
+        places=places,
     )
 
 

@@ -11,6 +11,7 @@ Each branch becomes one row. A token that several branches share is trained in t
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,8 @@ def branches(turns: Sequence[Turn], trainable: Collection[str]) -> list[Branch]:
         if turn.turn_id in trainable:
             inner.update(ancestor.turn_id for ancestor in _branch(turn, by_id)[:-1])
     tips = [turn for turn in turns if turn.turn_id in trainable and turn.turn_id not in inner]
-    return [_branch(tip, by_id) for tip in sorted(tips, key=_age)]
+    # The id breaks ties, so that equal times always give the same order.
+    return [_branch(tip, by_id) for tip in sorted(tips, key=attrgetter("started_at", "turn_id"))]
 
 
 def contradiction(turns: Sequence[Turn], vocab_size: int, images: ImageRule | None = None) -> str | None:
@@ -105,11 +107,6 @@ def _circular(turn: Turn, by_id: Mapping[str, Turn]) -> bool:
         seen.add(ancestor.turn_id)
         ancestor = by_id.get(ancestor.parent_id) if ancestor.parent_id is not None else None
     return False
-
-
-def _age(turn: Turn) -> tuple[float, str]:
-    """A sort key, oldest first. The id breaks ties, so that equal times always give the same order."""
-    return (turn.started_at, turn.turn_id)
 
 
 Ints = NDArray[np.int64]
@@ -262,7 +259,7 @@ class PlannedRow:
             begin, start = end, end + len(turn.context_ids)
             end = start + len(turn.output_ids)
             ids_L[begin:start], ids_L[start:end] = turn.context_ids, turn.output_ids
-            temperatures_L[begin:end] = temperature_of(turn)
+            temperatures_L[begin:end] = temperature_of_logprobs(turn.sampling.used)
             if experts_LW is not None and turn.experts is not None:
                 numbers = np.frombuffer(turn.experts.packed, f"<u{turn.experts.item_bytes}")
                 experts_LW[end - 1 - turn.experts.rows : end - 1] = numbers.reshape(turn.experts.rows, -1)
@@ -324,18 +321,13 @@ def balanced_shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Distributes micro-batches so that all ranks have nearly equal sums of `costs`. Returns the indices of
     each rank's micro-batches, the costliest first. No rank has two micro-batches more than another."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    order = sorted(range(len(costs)), key=lambda index: -costs[index])
+    order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     for start in range(0, len(order), ranks):
         # Each rank gets one micro-batch of this slice. The rank with the smallest sum gets the costliest.
         lightest = sorted(shares, key=lambda share: sum(costs[index] for index in share))
         for share, index in zip(lightest, order[start : start + ranks], strict=False):
             share.append(index)
     return shares
-
-
-def temperature_of(turn: Turn) -> float:
-    """The temperature at which the engine computed the turn's log-probabilities."""
-    return temperature_of_logprobs(turn.sampling.used)
 
 
 def _no_experts(branch: Branch, length: int) -> Experts | None:

@@ -92,6 +92,7 @@ class EarlyGroups:
 
     @property
     def group_ids(self) -> Collection[str]:
+        """The groups from which the policy has learned, and which no step contains yet."""
         return self._learned.values()
 
     def drop_if_changed(self, groups: Sequence[ScreenedGroup]) -> None:
@@ -199,7 +200,7 @@ class GroupTrainer:
         self._policy, self._algorithm, self._heartbeat = policy, algorithm, heartbeat
         self._recorded = recorded
         self._attempts = attempts
-        self._early = EarlyGroups(policy)
+        self.early = EarlyGroups(policy)
         self._teacher, self._images = teacher, images
         self.baselines: Baselines = {}
         self._kl_coefficient = algorithm.kl.coefficient
@@ -221,7 +222,7 @@ class GroupTrainer:
 
     def discard_early(self) -> None:
         """Forget what was learned for the next step: the weights become others."""
-        self._early.discard()
+        self.early.discard()
 
     @property
     def records(self) -> Mapping[tuple[str, str], bytes]:
@@ -229,16 +230,6 @@ class GroupTrainer:
         recorded."""
         found = () if self._recorded == "none" else self._policy.records
         return {(each.session_id, each.turn_id): each.packed for each in found}
-
-    @property
-    def early_group_ids(self) -> Collection[str]:
-        """The groups from which the policy has learned, and which no step contains yet."""
-        return self._early.group_ids
-
-    @property
-    def early_tokens(self) -> int:
-        """The number of trained tokens of the early groups."""
-        return self._early.tokens
 
     def early_pass(
         self, groups: Sequence[ScreenedGroup], version: int, algorithm: AlgorithmSettings
@@ -248,9 +239,9 @@ class GroupTrainer:
         not fit into the memory, nothing is learned early, and the next passes are smaller."""
         if not algorithm.learns_early:
             return None
-        self._early.drop_if_changed(groups)
-        remaining = self._early.remaining(groups)
-        if not self._early.fills_a_pass(remaining, algorithm):
+        self.early.drop_if_changed(groups)
+        remaining = self.early.remaining(groups)
+        if not self.early.fills_a_pass(remaining, algorithm):
             return None
         shown = self._images(self._rows(remaining))
         if shown.refused:
@@ -260,7 +251,7 @@ class GroupTrainer:
         def learn() -> None:
             with self._attempts.noted(groups):
                 try:
-                    self._early.learn(remaining, request)
+                    self.early.learn(remaining, request)
                 except OutOfMemory as error:
                     self._ease(request, error)
 
@@ -306,7 +297,7 @@ class GroupTrainer:
         request = self._request(scored.rows, version, algorithm)
         with self._attempts.noted(scored.groups):
             try:
-                values = self._early.step(scored.groups, request)
+                values = self.early.step(scored.groups, request)
             except OutOfMemory as error:
                 self._ease(request, error)
                 return None

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from threading import Event, Thread
@@ -273,7 +274,7 @@ class SpreadCopy:
     def write(self, directory: Path) -> None:
         """Have every rank write its files. Returns when they are durable. Raises OSError if a rank's disk
         refuses, and RuntimeError if a rank failed otherwise, or is gone."""
-        self.ranks.carry_out(directory.absolute(), lambda: _write(self.own, directory))
+        self.ranks.carry_out(directory.absolute(), partial(_write, self.own, directory))
 
 
 class CopyWriter:
@@ -329,7 +330,7 @@ class ShareWriters:
         """Have every rank write its share into `directory`; `share` is rank 0's. Returns when no rank writes
         any more. Raises the OSError of a rank whose disk refuses, and RuntimeError if a rank is gone."""
         order = WriteShare(directory.absolute(), file_bytes)
-        answers = self._ranks.carry_out(order, lambda: share.write_share(directory, file_bytes))
+        answers = self._ranks.carry_out(order, partial(share.write_share, directory, file_bytes))
         return [spec for specs in answers if isinstance(specs, list) for spec in specs]
 
     def close(self) -> None:

@@ -54,10 +54,6 @@ class RankCall(Generic[Part, Answer]):
     def on(self, part: Part) -> Answer:
         raise NotImplementedError
 
-    def for_other_ranks(self) -> "RankCall[Part, Answer]":
-        """The call as it travels."""
-        return self
-
 
 class Ranks(Generic[Part]):
     """The parts of all ranks. Only rank 0 has an instance."""
@@ -71,7 +67,7 @@ class Ranks(Generic[Part]):
 
     def call(self, call: RankCall[Part, Answer]) -> Answer:
         """Have all ranks make the call. Returns rank 0's answer."""
-        self._channel.send(call.for_other_ranks())
+        self._channel.send(call)
         answer = call.on(self.part)
         if call.kept is not None:
             self._channel.wait_for_all()  # only then, threads of the other ranks may write their answers
@@ -139,9 +135,6 @@ class Train(RankCall[PolicyRank, dict[str, float]]):
     def on(self, part: PolicyRank) -> dict[str, float]:
         return part.steps.step(self.request)
 
-    def for_other_ranks(self) -> "Train":
-        return Train(self.request.for_other_ranks())
-
 
 @dataclass(frozen=True)
 class Accumulate(RankCall[PolicyRank, None]):
@@ -152,9 +145,6 @@ class Accumulate(RankCall[PolicyRank, None]):
     def on(self, part: PolicyRank) -> None:
         part.steps.accumulate(self.request)
 
-    def for_other_ranks(self) -> "Accumulate":
-        return Accumulate(self.request.for_other_ranks())
-
 
 @dataclass(frozen=True)
 class CheckGradient(RankCall[PolicyRank, bool]):
@@ -164,9 +154,6 @@ class CheckGradient(RankCall[PolicyRank, bool]):
 
     def on(self, part: PolicyRank) -> bool:
         return has_finite_gradient(part.policy, self.request)
-
-    def for_other_ranks(self) -> "CheckGradient":
-        return CheckGradient(self.request.for_other_ranks())
 
 
 class DiscardGradients(RankCall[PolicyRank, None]):
@@ -258,7 +245,7 @@ class DistributedPolicy(Ranks[PolicyRank]):
         super().__init__(PolicyRank(policy))
         self._spread = policy.ranks > 1 and shared is not None and self._may_spread(shared)
         self.vocab_size, self.data_ranks = policy.vocab_size, policy.data_ranks
-        self.model_checks = policy.model_checks
+        self.model_checks, self.layout = policy.model_checks, policy.layout
         self.shares_prefixes = policy.shares_prefixes
         self.replayed_width = policy.routers.replayed_width if policy.routers else 0
         self.image_rule = policy.images.rule if policy.images else None
@@ -292,11 +279,6 @@ class DistributedPolicy(Ranks[PolicyRank]):
 
     def copy_states(self) -> SpreadCopy:
         return self.spread(CopyStates())
-
-    @property
-    def layout(self) -> Layout:
-        """How this trainer's checkpoints are sharded."""
-        return self.part.policy.layout
 
     def load(self, directory: Path, tag: str, layout: Layout | None, rate_scale: float = 1.0) -> None:
         """Read back shards that were saved with `layout`; None stands for this trainer's layout. Shards of

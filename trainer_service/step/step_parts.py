@@ -98,9 +98,9 @@ class StepRequest:
     def with_rows(self, rows: Sequence[Row]) -> "StepRequest":
         return replace(self, rows=rows)
 
-    def for_other_ranks(self) -> "StepRequest":
-        """The same request without `beat`, because only rank 0 reports progress."""
-        return replace(self, beat=_no_beat)
+    def __getstate__(self) -> dict[str, object]:
+        """What travels to other ranks: no `beat`, because only rank 0 reports progress."""
+        return {**self.__dict__, "beat": _no_beat}
 
 
 def mini_batches(rows: Sequence[Row], count: int) -> list[Ints]:

@@ -110,7 +110,8 @@ class Checkpoints:
     ) -> Unwritten:
         """Copy everything that a checkpoint contains. `steps` are the steps since the last checkpoint. The
         former copy must be written. The checkpoints of the versions that are `wanted` of all stay."""
-        tag = f"{self._next_serial():08d}-step-{state.step:08d}"
+        serial = 1 + max((int(tag.split("-")[0]) for tag in self._tags()), default=0)
+        tag = f"{serial:08d}-step-{state.step:08d}"
         kept = wanted({*self.versions(), state.version}) if wanted else set()
         state = msgspec.structs.replace(state, layout=weights.layout)
         return Unwritten(tag, weights.copy_states(), state, steps, kept)
@@ -144,17 +145,13 @@ class Checkpoints:
         tag = unwritten.tag
         self._sweep()
         with written(f"checkpoint {tag}", lambda: self._undo(tag)):
-            ledger_bytes = self._write(unwritten, confirm)
+            unwritten.weights.write(self._directory / tag)
+            ledger_bytes = self._append(unwritten.steps)
+            self._finish(unwritten, ledger_bytes, confirm)
+            write_atomically(self._directory / CURRENT, tag.encode())
         self._ledger_bytes = ledger_bytes
         self._prune(tag, unwritten.kept)
         return tag
-
-    def _write(self, unwritten: Unwritten, confirm: Callable[[], None]) -> int:
-        unwritten.weights.write(self._directory / unwritten.tag)
-        ledger_bytes = self._append(unwritten.steps)
-        self._finish(unwritten, ledger_bytes, confirm)
-        write_atomically(self._directory / CURRENT, unwritten.tag.encode())
-        return ledger_bytes
 
     def _finish(self, unwritten: Unwritten, ledger_bytes: int, confirm: Callable[[], None]) -> None:
         """Write the state beside the shards, and make all durable."""
@@ -207,7 +204,8 @@ class Checkpoints:
         found = {}
         for tag in self._tags():
             with suppress(OSError, msgspec.DecodeError):
-                found[_VersionOf.read(self._directory / tag / STATE)] = tag
+                state = (self._directory / tag / STATE).read_bytes()
+                found[msgspec.json.decode(state, type=_VersionOf).version] = tag
         return found
 
     def load(self, weights: ShardedWeights, version: int, rate_scale: float) -> None:
@@ -276,9 +274,6 @@ class Checkpoints:
     def _tags(self) -> list[str]:
         return sorted(p.name for p in self._directory.iterdir() if p.is_dir() and TAG.fullmatch(p.name))
 
-    def _next_serial(self) -> int:
-        return max((int(tag.split("-")[0]) for tag in self._tags()), default=0) + 1
-
     def _prune(self, current: str, wanted: set[int]) -> None:
         versions = self.versions()
         kept = {current, *self._tags()[-self._keep :], *(versions[each] for each in wanted & set(versions))}
@@ -291,7 +286,3 @@ class _VersionOf(msgspec.Struct, frozen=True):
     """The version alone, of a state."""
 
     version: int
-
-    @classmethod
-    def read(cls, path: Path) -> int:
-        return msgspec.json.decode(path.read_bytes(), type=cls).version

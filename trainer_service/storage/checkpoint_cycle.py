@@ -55,6 +55,8 @@ class CheckpointCycle:
         self._checkpoints, self._weights, self._settings = checkpoints, weights, settings
         self._heartbeat, self._stopwatch, self._disk = heartbeat, stopwatch, disk
         self._contents = contents
+        self.versions = checkpoints.versions
+        """The versions whose weights and optimizer can be restored."""
         self._writing: Future[None] | None = None
         self._new_steps: list[LedgerStep] = []
         self._saved_evaluations = EvaluationState()
@@ -79,10 +81,6 @@ class CheckpointCycle:
         unwritten = self._checkpoints.copied_initial(self._weights, version)
         write = partial(self._checkpoints.write_initial, unwritten, self._heartbeat.confirm)
         self._writing = self._checkpoints.executor.submit(copy_context().run, self._write, write)
-
-    def versions(self) -> set[int]:
-        """The versions whose weights and optimizer can be restored."""
-        return set(self._checkpoints.versions())
 
     def load(self, version: int, rate_scale: float) -> None:
         """Go back to the weights, optimizer and schedule of a version. Raises CheckpointBroken."""
@@ -115,13 +113,15 @@ class CheckpointCycle:
         self.settle(wait=True)
         with self._stopwatch.timed("checkpoint"):
             self._heartbeat.confirm()
-            self._began_at = clock.monotonic()
+            began_at = self._began_at = clock.monotonic()
             state = self._contents.state()
             unwritten = self._checkpoints.copied(self._weights, state, self._new_steps, self._contents.wanted)
             self._new_steps = []
             self._saved_evaluations = state.evaluations
             write = partial(self._checkpoints.write, unwritten, self._heartbeat.confirm)
-            self._writing = self._checkpoints.executor.submit(copy_context().run, self._write_timed, write)
+            self._writing = self._checkpoints.executor.submit(
+                copy_context().run, self._write, write, began_at
+            )
 
     def settle(self, *, wait: bool = False) -> None:
         """Note whether the checkpoint that is written is durable; with `wait`, wait until it is. Raises what
@@ -155,17 +155,14 @@ class CheckpointCycle:
         """Wait until nothing is written any more."""
         self._checkpoints.executor.shutdown()
 
-    def _write(self, write: Callable[[], object]) -> None:
+    def _write(self, write: Callable[[], object], began_at: float | None = None) -> None:
+        """Runs in the background. The time since `began_at` is what a checkpoint takes."""
         try:
             self._disk.until_written_behind("a checkpoint", write, self._note_wait)
         finally:
             self.waits_for = None
-
-    def _write_timed(self, write: Callable[[], object]) -> None:
-        try:
-            self._write(write)
-        finally:
-            self._took_s = clock.monotonic() - self._began_at
+            if began_at is not None:
+                self._took_s = clock.monotonic() - began_at
 
     def _note_wait(self, sentence: str) -> None:
         self.waits_for = sentence

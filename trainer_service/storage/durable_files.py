@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -169,24 +170,19 @@ class DiskRetry:
     def until_written(self, what: str, write: Callable[[], Written]) -> Written:
         """Repeat `write` until the disk accepts it; returns its result. While the trainer waits, its status
         names `what`. Raises Stopped when told to stop."""
-        return self._heartbeat.retry(self._counted(write), DiskRefused, self._phase, _room_for(what))
+        attempt, room = partial(self._attempt, write), f"{ROOM_ON_DISK} for {what}"
+        return self._heartbeat.retry(attempt, DiskRefused, self._phase, room)
 
     def until_written_behind(
         self, what: str, write: Callable[[], Written], note: Callable[[str], None]
     ) -> Written:
         """As `until_written`, in another thread: `note` is called with what it waits for."""
-        return self._heartbeat.retry_quietly(self._counted(write), DiskRefused, _room_for(what), note)
+        attempt, room = partial(self._attempt, write), f"{ROOM_ON_DISK} for {what}"
+        return self._heartbeat.retry_quietly(attempt, DiskRefused, room, note)
 
-    def _counted(self, write: Callable[[], Written]) -> Callable[[], Written]:
-        def counted() -> Written:
-            try:
-                return write()
-            except DiskRefused:
-                self._metrics.disk_refused(self._counted_as)
-                raise
-
-        return counted
-
-
-def _room_for(what: str) -> str:
-    return f"{ROOM_ON_DISK} for {what}"
+    def _attempt(self, write: Callable[[], Written]) -> Written:
+        try:
+            return write()
+        except DiskRefused:
+            self._metrics.disk_refused(self._counted_as)
+            raise

@@ -202,12 +202,15 @@ class PolicyStore:
         if not is_adapter(files):  # an engine takes the small files of an adapter from its base
             written = {file.name for file in files}
             copy_small_files(self._model_path, aside, flat=True)
-            files += [_small_file(each) for each in sorted(aside.iterdir()) if each.name not in written]
+            small = (each for each in sorted(aside.iterdir()) if each.name not in written)
+            files += [FileSpec(each.name, each.stat().st_size, sha256_of(each)) for each in small]
         manifest = Manifest(
             version=version,
             step=step,
             files=files,
-            delta=self._delta(version, aside, files),
+            delta=None
+            if (every := self._anchor_every) is None
+            else self._delta(version, aside, files, every),
             collective=self._collective,
         )
         (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
@@ -217,16 +220,18 @@ class PolicyStore:
         sync_tree(final)
         sync_directory(self.directory)
 
-    def _delta(self, version: int, aside: Path, files: Sequence[FileSpec]) -> WeightDelta | None:
+    def _delta(
+        self, version: int, aside: Path, files: Sequence[FileSpec], anchor_every: int
+    ) -> WeightDelta | None:
         """Write the changes against the version before, if there is one and no anchor is due."""
         earlier = [each for each in self.versions() if each < version]
-        if self._anchor_every is None or not earlier:
+        if not earlier:
             return None
         base = self.path_of(earlier[-1])
         text = (base / MANIFEST).read_bytes()
         before = msgspec.json.decode(text, type=Manifest)
         chain = 1 + (before.delta.chain if before.delta is not None else 0)
-        if chain >= self._anchor_every or is_adapter(files) or before.is_adapter:
+        if chain >= anchor_every or is_adapter(files) or before.is_adapter:
             return None
         return WeightDelta(before.version, hashlib.sha256(text).hexdigest(), chain, write_delta(aside, base))
 
@@ -269,7 +274,3 @@ class PolicyStore:
 def manifest_sha256(path: Path) -> str:
     """The digest of the manifest in the version directory `path`, in hexadecimal."""
     return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
-
-
-def _small_file(path: Path) -> FileSpec:
-    return FileSpec(path.name, path.stat().st_size, sha256_of(path))

@@ -352,4 +352,4 @@ def test_evaluations_alone_make_no_checkpoint(make_harness: MakeHarness, turned:
     harness.trainer.run_once()
     assert current.read_text() == before
     harness.save()
-    assert harness.restart().intake.evaluations.state().scores[-1].rewarded == 1
+    assert harness.restart().intake.evaluations.state.scores[-1].rewarded == 1

@@ -3,20 +3,26 @@
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from environments.settings import OF_LOOPS
 from reward_service.judging import JudgeSettings
 from reward_service.python_sandbox import PythonSettings
-from rollout_queue.settings import BOUND, FOR_TESTS, CommaSeparated, Hidden, HttpSettings
+from rollout_queue.settings import (
+    BOUND,
+    FOR_TESTS,
+    CommaSeparated,
+    GatewayUrl,
+    Hidden,
+    HttpSettings,
+    SettingsPart,
+)
 
 AS_IN_REWARDS = Hidden("the section `rewards` has the same fields, with what each changes")
 
 
-class FineTuningLimits(BaseModel):
+class FineTuningLimits(SettingsPart):
     """Bounds on what is stored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     file_bytes: int = Field(64 * 2**20, ge=1024)
     """A larger file is a 413."""
@@ -47,7 +53,7 @@ class FineTuningSettings(HttpSettings):
     """Every route needs one of them. The first one is also the key for the gateway."""
     client_keys: CommaSeparated = []
     """Keys that are known, and refused: jobs train the policy that all clients share."""
-    gateway_url: str = "http://127.0.0.1:8000"
+    gateway_url: GatewayUrl = "http://127.0.0.1:8000"
     directory: Path = Path("run/fine_tuning")
     """Where files, jobs and events are kept. One service uses it at a time."""
     group_size: int = Field(8, ge=2, le=1024)
@@ -76,11 +82,6 @@ class FineTuningSettings(HttpSettings):
         if taken := [name for name in OF_LOOPS if name in sampling]:
             raise ValueError(f"{', '.join(taken)} cannot be set here: the service sets it")
         return sampling
-
-    @field_validator("gateway_url")
-    @classmethod
-    def _without_trailing_slash(cls, value: str) -> str:
-        return value.rstrip("/")
 
     @property
     def gateway_key(self) -> str | None:

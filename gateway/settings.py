@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from rollout_queue.contract.records import ReasoningEffort, SamplingMode, inexact
 from rollout_queue.contract.serving_plan import CanaryGates, Sticky
@@ -12,15 +12,21 @@ from rollout_queue.http.bounded_protocol import ConnectionBounds
 from rollout_queue.protocol.conditions import NOTHING_TRAINED_S, TRAINER_SILENT_S
 from rollout_queue.redis.session_heads import CACHE_BYTES
 from rollout_queue.redis.settings import WriterRedisSettings
-from rollout_queue.settings import BOUND, FOR_TESTS, TUNED, CommaSeparated, HttpSettings, ServiceKey
+from rollout_queue.settings import (
+    BOUND,
+    FOR_TESTS,
+    TUNED,
+    CommaSeparated,
+    HttpSettings,
+    ServiceKey,
+    SettingsPart,
+)
 from rollout_queue.tracing import OtelSettings
 
 
-class SamplingSettings(BaseModel):
+class SamplingSettings(SettingsPart):
     """Sampling parameters of sessions that set none. Recorded logprobs are exact if `top_p` is 1, and
     `temperature` above 0."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: SamplingMode = "exact"
     """Whose parameters apply. `exact`: the call's temperature if it is above 0, and else these; `enforce`:
@@ -32,14 +38,12 @@ class SamplingSettings(BaseModel):
     """The smallest set of tokens with this probability is sampled from; 1: all."""
 
 
-class LimitSettings(BaseModel):
+class LimitSettings(SettingsPart):
     """Limits on calls and new sessions. Beyond one, a request gets a 429 with `Retry-After`; null: no limit.
 
     All gateways on one Redis count together, and share their counts every `poll_every_s`. A single gateway
     keeps a limit exactly. Several may exceed it by the requests that arrive within `poll_every_s`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     requests_per_minute: int | None = Field(None, ge=1)
     """Model calls per client key; calls with a session key count for the key that made the session. A key may
@@ -65,10 +69,8 @@ class LimitSettings(BaseModel):
     sessions that are open. No limit where Redis has no `maxmemory`."""
 
 
-class WarningSettings(BaseModel):
+class WarningSettings(SettingsPart):
     """When `GET /admin/status` warns."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     trainer_silent_s: float = Field(TRAINER_SILENT_S, gt=0)
     """Warn when the trainer has sent no status for this long."""
@@ -85,11 +87,9 @@ class WarningSettings(BaseModel):
     """Warn when the queue uses this share of `limits.queue_entries` or `limits.queue_memory`."""
 
 
-class CanarySettings(BaseModel):
+class CanarySettings(SettingsPart):
     """The defaults of a canary: which calls it answers, and what it has to show. A bound of null is not
     looked at."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     share: float = Field(0.1, gt=0, lt=1)
     """The share of the new groups that it answers."""
@@ -113,10 +113,8 @@ class CanarySettings(BaseModel):
         return CanaryGates(**(self.model_dump(exclude={"share", "sticky"}) | others))
 
 
-class ImageSettings(BaseModel):
+class ImageSettings(SettingsPart):
     """Images in the requests of agents, for models that read them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     hosts: CommaSeparated = []
     """Hosts, with their port if it is not the scheme's, from which images are fetched that a request names by
@@ -132,10 +130,8 @@ class ImageSettings(BaseModel):
     """Memory for decoded images, which agents send again with every call."""
 
 
-class TinkerSettings(BaseModel):
+class TinkerSettings(SettingsPart):
     """The interface of the Tinker SDK (`/api/v1`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     base_model: str | None = None
     """The name by which clients know the base model, and load its tokenizer: a name on the Hugging Face hub,
@@ -157,10 +153,8 @@ class TinkerSettings(BaseModel):
     """How long a poll waits for its result. The SDK gives up after 45 s."""
 
 
-class PageSettings(BaseModel):
+class PageSettings(SettingsPart):
     """The operators' page, `GET /`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = True
     """Without the page, its paths are a 404, and no cookie opens anything."""
@@ -176,11 +170,9 @@ class PageSettings(BaseModel):
     """How many browsers one gateway process sends pictures to. A further one gets a 429."""
 
 
-class WrongKeySettings(BaseModel):
+class WrongKeySettings(SettingsPart):
     """How many requests with a wrong key each gateway process answers with a 401. A further one gets a 429,
     and gets it late. A request with a valid key is never refused for it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     per_address: int = Field(60, ge=1)
     """For one address of a client, at once and then in a minute. All clients behind one proxy have the
@@ -191,11 +183,9 @@ class WrongKeySettings(BaseModel):
     """How late the 429 comes. A connection carries one request at a time, so this slows whoever guesses."""
 
 
-class ConcurrencySettings(BaseModel):
+class ConcurrencySettings(SettingsPart):
     """How many calls a rollout server may have at once, from all gateways. Further calls wait in the gateway,
     for at most `engine_wait_s`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     adaptive: bool = True
     """Have a limit for each server, from what its engine reports. Engines that report no load have none."""

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Protocol
 
 import httpx
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from reward_service.bounded import AnswerTooLarge, read_bounded
 from reward_service.graders.grade import TokenUsage
@@ -38,13 +38,11 @@ from rollout_queue.foreign_json import read_json
 from rollout_queue.http.callers import bearer
 from rollout_queue.http.errors import ApiError
 from rollout_queue.protocol.message import error_message
-from rollout_queue.settings import FOR_TESTS
+from rollout_queue.settings import FOR_TESTS, SettingsPart
 
 
-class JudgeSettings(BaseModel):
+class JudgeSettings(SettingsPart):
     """How `score_model`, `label_model` and rules of the kind `judge` reach a model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     base_url: str | None = None
     """An API of OpenAI's kind, such as https://api.openai.com/v1; null means Weir's gateway. There each call

@@ -25,18 +25,16 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from reward_service.sandbox_child import NOT_ISOLATED
 from rollout_queue import clock
 from rollout_queue.foreign_json import read_json
-from rollout_queue.settings import BOUND
+from rollout_queue.settings import BOUND, SettingsPart
 
 
-class PythonSettings(BaseModel):
+class PythonSettings(SettingsPart):
     """Limits of each process that runs a Python grader, and of their number."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     interpreter: str | None = None
     """The Python whose libraries the graders may import; null means the service's own."""

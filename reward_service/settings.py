@@ -2,19 +2,17 @@
 
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from reward_service.dispatch.reward_rules import AnyRule, DispatchSettings
 from reward_service.judging import JudgeSettings
 from reward_service.python_sandbox import PythonSettings
 from rollout_queue.http.callers import bearer
-from rollout_queue.settings import BOUND, CommaSeparated, HttpSettings
+from rollout_queue.settings import BOUND, CommaSeparated, GatewayUrl, HttpSettings, SettingsPart
 
 
-class GradingLimits(BaseModel):
+class GradingLimits(SettingsPart):
     """Bounds on requests that bring a grader."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     body_bytes: int = Field(4 * 2**20, ge=1024)
     """A larger body is a 413."""
@@ -36,7 +34,7 @@ class RewardSettings(HttpSettings):
     admin_keys: CommaSeparated = []
     """The first admin key, else the first client key, is the one for the gateway. With a client key the
     service sees that client's sessions only."""
-    gateway_url: str = "http://127.0.0.1:8000"
+    gateway_url: GatewayUrl = "http://127.0.0.1:8000"
     limits: Annotated[GradingLimits, BOUND] = GradingLimits()
     python: PythonSettings = PythonSettings()
     judge: JudgeSettings = JudgeSettings()
@@ -51,11 +49,6 @@ class RewardSettings(HttpSettings):
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two rules have the name {twice[0]!r}")
         return rules
-
-    @field_validator("gateway_url")
-    @classmethod
-    def _without_trailing_slash(cls, value: str) -> str:
-        return value.rstrip("/")
 
     @property
     def gateway_headers(self) -> dict[str, str]:

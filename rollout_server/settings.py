@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollout_queue.http.http_server import http_url
 from rollout_queue.settings import (
@@ -16,6 +16,7 @@ from rollout_queue.settings import (
     HttpSettings,
     ObjectStoreSettings,
     ServiceKey,
+    SettingsPart,
 )
 from rollout_queue.tracing import OtelSettings
 
@@ -24,10 +25,8 @@ UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]+")
 """The characters that an id may not have. Host names may have them."""
 
 
-class EngineLoraSettings(BaseModel):
+class EngineLoraSettings(SettingsPart):
     """The LoRA adapters that the engine takes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_rank: int = Field(64, ge=1)
     target_modules: CommaSeparated = [

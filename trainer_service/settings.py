@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from rollout_queue.contract.published_policy import ObjectPrefix
 from rollout_queue.redis.settings import WriterRedisSettings
@@ -14,6 +14,7 @@ from rollout_queue.settings import (
     HttpSettings,
     ObjectStoreSettings,
     ServiceKey,
+    SettingsPart,
 )
 from rollout_queue.tracing import OtelSettings
 from trainer_service.algorithms.settings import AlgorithmSettings
@@ -22,11 +23,9 @@ from trainer_service.model.settings import ModelSettings
 RecordedTokens = Literal["none", "advantages", "all"]
 
 
-class GuardSettings(BaseModel):
+class GuardSettings(SettingsPart):
     """Section `trainer.guards`: the limits beyond which a guard raises an alarm, and what happens then. A
     guard whose limit is null is off."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_grad_norm_ratio: float | None = Field(100.0, gt=1)
     """The largest `grad_norm` (before clipping), as a multiple of its median over the last 100 steps. A
@@ -50,10 +49,8 @@ class GuardSettings(BaseModel):
     """While the training is held, have the fleet serve the version whose sessions had the best rewards."""
 
 
-class TeacherSettings(BaseModel):
+class TeacherSettings(SettingsPart):
     """Section `trainer.teacher`: the address of the teacher, and how many rows it scores at once."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str
     """The address of an SGLang server: http://host:port."""
@@ -62,10 +59,8 @@ class TeacherSettings(BaseModel):
     concurrency: int = Field(8, ge=1)
 
 
-class WandbSettings(BaseModel):
+class WandbSettings(SettingsPart):
     """Section `trainer.wandb`. The API key comes from `wandb login`, or from WANDB_API_KEY."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     project: str
     name: str | None = None
@@ -81,10 +76,8 @@ class WandbSettings(BaseModel):
     dir: Path = Path("run")
 
 
-class CollectiveSettings(BaseModel):
+class CollectiveSettings(SettingsPart):
     """Section `trainer.collective`: how tensors are sent to engines, with `transport: collective`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     address: str = "127.0.0.1"
     """The address of this machine that engines connect to. They need no key there, so another one than

@@ -15,12 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     StringConstraints,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -89,25 +89,31 @@ BOUND = Hidden("a bound against abuse, which ordinary use does not come near")
 TUNED = Hidden("found by measurement; nothing about a deployment asks for another value")
 
 
-class ObjectStoreSettings(BaseModel):
-    """Where the S3-compatible store of policies is. Its keys come from the environment or from the files of
-    AWS's own tools, and never from the configuration."""
+class SettingsPart(BaseModel):
+    """A group of fields in a section. Unknown ones are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    endpoint_url: str | None = None
+
+def _plain(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise ValueError("give an http:// or https:// address without credentials")
+    return url
+
+
+PlainUrl = Annotated[str, AfterValidator(_plain)]
+GatewayUrl = Annotated[str, AfterValidator(lambda url: url.rstrip("/"))]
+
+
+class ObjectStoreSettings(SettingsPart):
+    """Where the S3-compatible store of policies is. Its keys come from the environment or from the files of
+    AWS's own tools, and never from the configuration."""
+
+    endpoint_url: PlainUrl | None = None
     """http://host:port; null means AWS, or what AWS_ENDPOINT_URL says."""
     region: str | None = None
     """Null means what AWS_DEFAULT_REGION or the profile says."""
-
-    @field_validator("endpoint_url")
-    @classmethod
-    def _plain(cls, value: str | None) -> str | None:
-        if value is not None:
-            parts = urlsplit(value)
-            if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-                raise ValueError("give an http:// or https:// address without credentials")
-        return value
 
 
 class ServiceSettings(BaseSettings):

@@ -14,18 +14,17 @@ from types import TracebackType
 from typing import Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field
 from starlette.types import Scope
 
 from rollout_queue.service_log import LogIds, path_template
+from rollout_queue.settings import PlainUrl, SettingsPart
 
 
-class OtelSettings(BaseModel):
+class OtelSettings(SettingsPart):
     """Section `otel` of a service. With `{}`, the standard variables `OTEL_EXPORTER_OTLP_…` say where to."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    endpoint: str | None = None
+    endpoint: PlainUrl | None = None
     """The collector's address for OTLP over HTTP: http://host:4318, or a whole URL with its path. Null: what
     OTEL_EXPORTER_OTLP_ENDPOINT says."""
     sample_ratio: float = Field(0.01, ge=0, le=1)
@@ -38,15 +37,6 @@ class OtelSettings(BaseModel):
     queue_spans: int = Field(2048, ge=1, le=2**17)
     """Spans that wait for their export. More are dropped, and counted."""
     export_every_s: float = Field(2.0, gt=0)
-
-    @field_validator("endpoint")
-    @classmethod
-    def _plain(cls, value: str | None) -> str | None:
-        if value is not None:
-            parts = urlsplit(value)
-            if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-                raise ValueError("give an http:// or https:// address without credentials")
-        return value
 
     @property
     def traces_url(self) -> str | None:

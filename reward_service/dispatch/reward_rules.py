@@ -6,11 +6,8 @@ The first rule that matches a session rewards it, and no other rule does.
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     FiniteFloat,
@@ -19,15 +16,14 @@ from pydantic import (
 )
 
 from reward_service.graders.grader_objects import MAX_SOURCE_CHARS, AnyGrader
+from rollout_queue.settings import PlainUrl, SettingsPart
 
 FINISH_KEY = "finish"
 """The gateway gives this key to the reward that comes with the end of a session."""
 
 
-class SessionRule(BaseModel):
+class SessionRule(SettingsPart):
     """What all rules have."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=r"^[A-Za-z0-9._:-]{1,100}$")
     """The key of its rewards."""
@@ -92,19 +88,11 @@ class HttpRule(GroupRewardRule):
     kind: Literal["http"]
     per: Literal["session", "group"] = "session"
     """What one call grades."""
-    url: str
+    url: PlainUrl
     api_key: str | None = None
     """Sent as `Authorization: Bearer …`."""
     rubric: str | None = None
     """Passed on to the grader."""
-
-    @field_validator("url")
-    @classmethod
-    def _plain(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            raise ValueError("give an http:// or https:// address without credentials")
-        return url
 
 
 class PythonRule(RewardRule):
@@ -164,10 +152,8 @@ GraderRule = HttpRule | PythonRule | OpenAiGraderRule | JudgeRule | RelativeRule
 AnyRule = Annotated[EnvRule | GraderRule, Discriminator("kind")]
 
 
-class DispatchSettings(BaseModel):
+class DispatchSettings(SettingsPart):
     """How sessions are found, and how much is kept of them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     poll_every_s: float = Field(2.0, gt=0)
     """The pause between two readings of the gateway's list."""

@@ -3,19 +3,17 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-from rollout_queue.settings import FOR_TESTS, TUNED
+from rollout_queue.settings import FOR_TESTS, TUNED, SettingsPart
 from trainer_service.algorithms.returns import VALUE_CLIP
 
 LORA_LEARNING_RATE, CRITIC_LEARNING_RATE = 1e-4, 1e-5
 """An adapter needs a rate some hundred times that of all weights for the same change of the policy."""
 
 
-class OptimizerSettings(BaseModel):
+class OptimizerSettings(SettingsPart):
     """AdamW and its learning rate schedule."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lr: float = Field(1e-6, ge=0)
     """The learning rate. The default is 1e-4 with `lora`, and 1e-5 for a critic."""
@@ -51,10 +49,8 @@ class OptimizerSettings(BaseModel):
         return self if "lr" in self.model_fields_set else self.model_copy(update={"lr": lr})
 
 
-class CriticSettings(BaseModel):
+class CriticSettings(SettingsPart):
     """The critic's optimizer, and the clip of its values."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     optimizer: OptimizerSettings = OptimizerSettings(lr=CRITIC_LEARNING_RATE)
     value_clip: float | None = Field(VALUE_CLIP, gt=0)
@@ -67,11 +63,9 @@ class CriticSettings(BaseModel):
         return optimizer.with_default_rate(CRITIC_LEARNING_RATE)
 
 
-class LoraSettings(BaseModel):
+class LoraSettings(SettingsPart):
     """Low-rank adapters (LoRA, arXiv:2106.09685). The base weights are not trained. Published weights are the
     sum of base weights and adapters."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)

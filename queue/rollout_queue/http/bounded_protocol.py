@@ -20,12 +20,13 @@ from http import HTTPStatus
 from typing import Any, Literal, cast
 
 import httptools
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rollout_queue import clock
 from rollout_queue.http.errors import ApiError
+from rollout_queue.settings import SettingsPart
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +34,8 @@ OTHER_FILES = 256
 """Files that a service may open besides its clients' connections and as many connections to engines."""
 
 
-class ConnectionBounds(BaseModel):
+class ConnectionBounds(SettingsPart):
     """Bounds on the connections to one service."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     in_all: int = Field(8192, ge=1)
     """Connections that are open at once, idle ones included; a further one gets a 429."""

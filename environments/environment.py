@@ -2,11 +2,14 @@
 says for each agent how the episode ended.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import msgspec
+
+from environments.errors import NoAction
 
 Status = Literal["completed", "truncated", "failed", "abandoned"]
 
@@ -58,6 +61,29 @@ class Task(msgspec.Struct, frozen=True):
 
 Message = dict[str, Any]
 """A message as chat completions take it."""
+
+
+def tool_message(text: str) -> Message:
+    """What the model reads as the result of its call."""
+    return {"role": "tool", "content": text}
+
+
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [each["function"]["name"] for each in tools]
+
+
+def tool_arguments(tools: Sequence[Mapping[str, Any]], name: str, arguments: str) -> dict[str, Any]:
+    """The arguments of a call of one of the tools. Raises NoAction for what the model did wrong."""
+    known = tool_names(tools)
+    if name not in known:
+        raise NoAction(f"there is no tool {name!r}, only {', '.join(known)}")
+    try:
+        given = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise NoAction(f"the arguments are no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise NoAction("the arguments are no JSON object")
+    return given
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,15 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from environments.environment import Description, Environment, Message, Step, Task
+from environments.environment import (
+    Description,
+    Environment,
+    Message,
+    Step,
+    Task,
+    tool_arguments,
+    tool_message,
+)
 from environments.errors import EnvironmentFault, NoAction, UnknownEnvironment
 from environments.openenv_connection import MOST_MESSAGE, ActionSchema, EpisodeConnection, WaitingLine
 from environments.settings import RunSettings
@@ -73,8 +81,8 @@ class OpenEnvEpisode:
 
     async def call(self, name: str, arguments: str) -> Step:
         try:
-            action = {"type": "call_tool", "tool_name": name, "arguments": self._arguments(name, arguments)}
-            data = await self._act(action)
+            given = tool_arguments(self._tools, name, arguments)
+            data = await self._act({"type": "call_tool", "tool_name": name, "arguments": given})
         except NoAction as error:
             return Step(messages=(tool_message(f"error: {error}"),))
         return result_of(observation_of(data))
@@ -115,19 +123,6 @@ class OpenEnvEpisode:
         if self._connection is None:
             raise EnvironmentFault("the episode has no connection")
         return await self._connection.ask("step", action, self._step_s)
-
-    def _arguments(self, name: str, arguments: str) -> dict[str, Any]:
-        """Raises NoAction for what the model did wrong."""
-        known = [each["function"]["name"] for each in self._tools]
-        if name not in known:
-            raise NoAction(f"there is no tool {name!r}, only {', '.join(known)}")
-        try:
-            given = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise NoAction(f"the arguments are no JSON: {error}") from None
-        if not isinstance(given, dict):
-            raise NoAction("the arguments are no JSON object")
-        return given
 
 
 def _tool(listed: dict[str, Any]) -> dict[str, Any]:
@@ -175,10 +170,6 @@ def result_of(data: ObservationData) -> Step:
             raise EnvironmentFault(f"a tool was not reached: {error.get('message')}")
         return _step(data, tool_message(f"error: {error.get('message')}"))
     return _step(data, tool_message(_tool_text(data.observation.get("result"))))
-
-
-def tool_message(text: str) -> Message:
-    return {"role": "tool", "content": text}
 
 
 def _step(data: ObservationData, message: Message) -> Step:

@@ -7,15 +7,23 @@ MCP servers ──┘   one host, in which each episode has connections of its o
 
 import asyncio
 import itertools
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from environments.environment import Description, Environment, EnvironmentSource, Step, Task
-from environments.errors import EnvironmentFault, UnknownEnvironment
+from environments.environment import (
+    Description,
+    Environment,
+    EnvironmentSource,
+    Step,
+    Task,
+    tool_arguments,
+    tool_message,
+    tool_names,
+)
+from environments.errors import EnvironmentFault, NoAction, UnknownEnvironment
 from environments.hosts import HostProcess
 from environments.settings import ToolServerSettings
 
@@ -72,7 +80,7 @@ class ToolServers:
             probe = str(next(self._numbers))
             offered = await self.open(probe)
             self.close(probe)
-            self._refuse_doubles([*_names(self._source.description.tools), *offered])
+            self._refuse_doubles([*tool_names(self._source.description.tools), *offered])
         except EnvironmentFault as error:
             await self.__aexit__()
             raise UnknownEnvironment(f"the tool servers cannot be used: {error}") from None
@@ -121,7 +129,7 @@ class ToolServers:
                     "parameters": known[name]["parameters"],
                 }
                 offered.append(Tool(server, name, {"type": "function", "function": function}))
-        self._refuse_doubles([each.described["function"]["name"] for each in offered])
+        self._refuse_doubles(tool_names([each.described for each in offered]))
         return offered
 
     def _refuse_doubles(self, names: Sequence[str]) -> None:
@@ -150,17 +158,12 @@ class EnvironmentWithTools:
         return await self._environment.step(answer)
 
     async def call(self, name: str, arguments: str) -> Step:
-        if name not in self._offered:
-            if name in _names(self._environment.tools):
-                return await self._environment.call(name, arguments)
-            known = ", ".join(_names(self.tools))
-            return _said(f"error: there is no tool {name!r}, only {known}")
+        if name not in self._offered and name in tool_names(self._environment.tools):
+            return await self._environment.call(name, arguments)
         try:
-            given = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            return _said(f"error: the arguments are no JSON: {error}")
-        if not isinstance(given, dict):
-            return _said("error: the arguments are no JSON object")
+            given = tool_arguments(self.tools, name, arguments)
+        except NoAction as error:
+            return _said(f"error: {error}")
         return _said(await self._servers.call(self._episode, self._offered[name], given))
 
     async def close(self) -> None:
@@ -186,9 +189,5 @@ def _expanded(value: Any) -> Any:
     return VARIABLE.sub(lambda found: os.environ[found[1]], value)
 
 
-def _names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [each["function"]["name"] for each in tools]
-
-
 def _said(text: str) -> Step:
-    return Step(messages=({"role": "tool", "content": text},))
+    return Step(messages=(tool_message(text),))

@@ -122,7 +122,7 @@ def file_routes(store: FileStore) -> APIRouter:
         if "file" not in form or form["file"].filename is None:
             raise BadInput("there is no file", "file")
         file = form["file"]
-        return JSONResponse(_shown_file(store.add(file.filename or "", purpose, file.content)))
+        return JSONResponse(_shown(store.add(file.filename or "", purpose, file.content)))
 
     @router.get("")
     async def list_files(
@@ -134,11 +134,11 @@ def file_routes(store: FileStore) -> APIRouter:
         """The files, the newest first."""
         found = [each for each in store.newest_first if purpose in (None, each.purpose)]
         found = found if order == "desc" else found[::-1]
-        return JSONResponse(page_of(found, _shown_file, lambda each: each.id, after, limit))
+        return JSONResponse(page_of(found, _shown, lambda each: each.id, after, limit))
 
     @router.get("/{file_id}")
     async def retrieve(file_id: str) -> JSONResponse:
-        return JSONResponse(_shown_file(store.get(file_id)))
+        return JSONResponse(_shown(store.get(file_id)))
 
     @router.get("/{file_id}/content")
     async def content(file_id: str) -> FileResponse:
@@ -153,8 +153,8 @@ def file_routes(store: FileStore) -> APIRouter:
     return router
 
 
-def _shown_file(file: StoredFile) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(file)
+def _shown(value: StoredFile | JobEvent | JobCheckpoint) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(value)
     return found
 
 
@@ -223,13 +223,13 @@ class JobRoutes:
         async def events(job_id: str, after: str | None = None, limit: Limit = 20) -> JSONResponse:
             """What happened, the newest first."""
             found = self._jobs.events(self._jobs.get(job_id))
-            return JSONResponse(page_of(found, _shown_record, lambda each: each.id, after, limit))
+            return JSONResponse(page_of(found, _shown, lambda each: each.id, after, limit))
 
         @router.get("/{job_id}/checkpoints")
         async def checkpoints(job_id: str, after: str | None = None, limit: Limit = 10) -> JSONResponse:
             """The versions that were published while the job ran, the newest first."""
             found = self._jobs.checkpoints(self._jobs.get(job_id))
-            return JSONResponse(page_of(found, _shown_record, lambda each: each.id, after, limit))
+            return JSONResponse(page_of(found, _shown, lambda each: each.id, after, limit))
 
     async def _make(self, body: JobRequest) -> FineTuningJob:
         if brings_python(body.method.reinforcement.grader) and not self._python:
@@ -301,8 +301,3 @@ def _selected(job: FineTuningJob, request: Request) -> bool:
         if name.startswith("metadata[") and name.endswith("]")
     }
     return all((metadata or {}).get(name) == value for name, value in wanted.items())
-
-
-def _shown_record(value: JobEvent | JobCheckpoint) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(value)
-    return found

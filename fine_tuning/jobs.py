@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
+from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter
 
 from fine_tuning.errors import BadInput
 from fine_tuning.settings import FineTuningLimits
 from fine_tuning.training_files import write_whole
-from reward_service.graders.grader_objects import AnyGrader
+from reward_service.graders.grader_objects import AnyGrader, BodyPart
 from rollout_queue import clock
 from rollout_queue.contract.ids import new_id
 
@@ -38,13 +38,6 @@ MAX_EPOCHS = 1000
 MAX_MULTIPLIER = 128.0
 MAX_METADATA = 16
 Auto = Literal["auto"]
-
-
-class JobPart(BaseModel):
-    """A part of the body. Unknown fields are refused."""
-
-    # With a bound on strings, pydantic refuses a lone surrogate, which UTF-8 has not.
-    model_config = ConfigDict(extra="forbid", strict=True, str_min_length=0, frozen=True)
 
 
 def _refused(reason: str) -> AfterValidator:
@@ -69,7 +62,7 @@ def _storable(value: Any) -> Any:
     return value
 
 
-class ReinforcementSettings(JobPart):
+class ReinforcementSettings(BodyPart):
     """`hyperparameters` of the method."""
 
     n_epochs: Auto | Annotated[int, Field(ge=1, le=MAX_EPOCHS)] = "auto"
@@ -111,14 +104,14 @@ class ReinforcementSettings(JobPart):
         return min(1024, max(2, round(group_size * factor)))
 
 
-class ReinforcementMethod(JobPart):
+class ReinforcementMethod(BodyPart):
     grader: AnyGrader
     response_format: Annotated[dict[str, Any] | None, AfterValidator(_storable)] = None
     """Of every answer, as in chat completions."""
     hyperparameters: ReinforcementSettings = ReinforcementSettings()
 
 
-class JobMethod(JobPart):
+class JobMethod(BodyPart):
     type: Literal["reinforcement"]
     reinforcement: ReinforcementMethod
 
@@ -127,7 +120,7 @@ MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 
 
-class JobRequest(JobPart):
+class JobRequest(BodyPart):
     """The body."""
 
     model: str = Field(min_length=1, max_length=200)

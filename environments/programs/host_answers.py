@@ -97,6 +97,16 @@ class LineReader:
         return lines
 
 
+SEEDS = 1_000_003
+"""Tasks of one run's seed do not overlap with those of the next one."""
+
+
+def seeded_tasks(seed: int, start: int, count: int) -> list[dict[str, Any]]:
+    """Tasks that differ in their seed only."""
+    seeds = range(seed * SEEDS + start, seed * SEEDS + start + count)
+    return [{"id": str(each), "data": {"seed": each}} for each in seeds]
+
+
 MOST_ERROR = 2000
 """The most characters of an error's text."""
 

@@ -11,9 +11,6 @@ from typing import Any
 import gymnasium
 import host_answers
 
-SEEDS = 1_000_003
-"""Tasks of one run's seed do not overlap with those of the next one."""
-
 
 def environments(name: str, options: dict[str, Any]) -> "GymnasiumEnvironments":
     return GymnasiumEnvironments(name, options)
@@ -30,8 +27,7 @@ class GymnasiumEnvironments:
         return {"name": f"gymnasium:{self._name}", "version": gymnasium.__version__}
 
     def tasks(self, seed: int, start: int, count: int) -> list[dict[str, Any]]:
-        seeds = range(seed * SEEDS + start, seed * SEEDS + start + count)
-        return [{"id": str(each), "data": {"seed": each}} for each in seeds]
+        return host_answers.seeded_tasks(seed, start, count)
 
     def new(self) -> "GymnasiumEnvironment":
         return GymnasiumEnvironment(gymnasium.make(self._name, **self._options))

@@ -33,7 +33,7 @@ class Datasets:
         found = []
         for number in range(start, start + count):
             block, place = divmod(number, BLOCK)
-            entry = self.dataset(seed * 1_000_003 + block)[place]
+            entry = self.dataset(seed * host_answers.SEEDS + block)[place]
             whole = b64encode(pickle.dumps(entry)).decode()  # JSON would make lists of its tuples
             data = {"question": entry["question"], "answer": entry["answer"], "entry": whole}
             found.append({"id": f"{seed}:{number}", "data": data})

@@ -10,7 +10,6 @@ from typing import Any
 import host_answers
 import textarena
 
-SEEDS = 1_000_003
 GAME = -1
 """The sender of what the game itself says."""
 
@@ -29,8 +28,7 @@ class Games:
         return {"name": f"textarena:{self._name}", "version": version("textarena"), "players": self._players}
 
     def tasks(self, seed: int, start: int, count: int) -> list[dict[str, Any]]:
-        seeds = range(seed * SEEDS + start, seed * SEEDS + start + count)
-        return [{"id": str(each), "data": {"seed": each}} for each in seeds]
+        return host_answers.seeded_tasks(seed, start, count)
 
     def new(self) -> "PlayedGame":
         return PlayedGame(textarena.make(self._name, **self._options), self._players)

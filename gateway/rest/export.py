@@ -41,7 +41,7 @@ from rollout_queue.http.errors import storage_unavailable
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.session_heads import UNREADABLE, batches, read_head
-from rollout_queue.redis.session_lists import positions_after
+from rollout_queue.redis.session_lists import field_counts, positions_after
 
 if TYPE_CHECKING:
     from gateway.rest.parquet import ParquetStream
@@ -79,18 +79,11 @@ async def sessions_from(
     first = [] if start is None else [start]
     while places := first + await positions_after(redis, start or LIST_START, PAGE):
         names = [name for at, name in places if until is None or at < until]
-        for batch in batches(await _sizes(redis, names), FIELDS_AT_ONCE):
+        for batch in batches(await field_counts(redis, names), FIELDS_AT_ONCE):
             yield await _read(redis, batch)
         if len(names) < len(places):
             return
         first, start = [], places[-1]
-
-
-async def _sizes(redis: Redis, names: Sequence[str]) -> list[tuple[str, int]]:
-    async with redis.pipeline(transaction=False) as pipeline:
-        for name in names:
-            pipeline.hlen(key_names.session(name))
-        return list(zip(names, await stored(pipeline.execute()), strict=True))
 
 
 async def _read(redis: Redis, names: Sequence[str]) -> list[ArchivedSession]:

@@ -16,8 +16,9 @@ from gateway.errors import invalid
 from gateway.tinker.door import TinkerDoor, door_of
 from gateway.tinker.paths import ClientModel
 from gateway.tinker.sdk_bodies import ClientFinishedQuery, SessionSearchBody
-from gateway.tinker.store import FoundSession, SessionPlace
+from gateway.tinker.store import FoundSession
 from gateway.tinker.weights import KeptWeights
+from rollout_queue.contract.head import ListPosition
 from rollout_queue.http.json_routes import JsonRoute
 
 router = APIRouter(tags=["tinker"], route_class=JsonRoute)
@@ -173,7 +174,7 @@ async def search_sessions(body: SessionSearchBody, request: Request) -> JSONResp
     for each in found:
         if models_read >= MOST_MODELS:
             session = found[len(sessions) - 1].session
-            last = SessionPlace(session.created_at, session.session_id)
+            last = ListPosition(session.created_at, session.session_id)
             break
         models, _ = await door.store.made_in(each.session)
         sessions.append(await _summary(door, each, models))
@@ -189,12 +190,12 @@ async def search_sessions(body: SessionSearchBody, request: Request) -> JSONResp
 
 async def _page(
     door: TinkerDoor, caller: Caller, body: SessionSearchBody
-) -> tuple[list[FoundSession], SessionPlace | None]:
+) -> tuple[list[FoundSession], ListPosition | None]:
     """The sessions of a page, and the last one that was looked at; None if no other is left."""
     found: list[FoundSession] = []
     last = None
     if body.cursor is not None:
-        last = SessionPlace(body.cursor.last_created_at.timestamp(), body.cursor.last_session_id)
+        last = ListPosition(body.cursor.last_created_at.timestamp(), body.cursor.last_session_id)
     for _ in range(0, LOOKED_AT, AT_ONCE):
         places = await door.store.sessions_after(caller, last, AT_ONCE)
         for each in await door.store.found_sessions([place.session_id for place in places], caller):
@@ -202,7 +203,7 @@ async def _page(
                 if len(found) == body.limit:
                     return found, last
                 found.append(each)
-            last = SessionPlace(each.session.created_at, each.session.session_id)
+            last = ListPosition(each.session.created_at, each.session.session_id)
         if len(places) < AT_ONCE:
             return found, None
         last = places[-1]

@@ -30,7 +30,7 @@ from gateway.tinker.paths import (
 from gateway.tinker.weights import KeptWeightsStore
 from rollout_queue import clock
 from rollout_queue.contract.errors import UserDeleted
-from rollout_queue.contract.head import user_digest
+from rollout_queue.contract.head import ListPosition, user_digest
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import available, stored
 from rollout_queue.redis.client_session_scripts import (
@@ -55,13 +55,6 @@ MADE_AT_ONCE = 500
 """How many models and sampling sessions are read at once. Redis serves nobody else meanwhile."""
 
 R = TypeVar("R", ClientSession, ClientModel, SamplingTarget)
-
-
-class SessionPlace(NamedTuple):
-    """A client session's place among those of its key."""
-
-    created_at: float
-    session_id: str
 
 
 class FoundSession(NamedTuple):
@@ -104,8 +97,8 @@ class TinkerStore:
         return [each.decode() for each in ids]
 
     async def sessions_after(
-        self, caller: Caller, last: SessionPlace | None, count: int
-    ) -> list[SessionPlace]:
+        self, caller: Caller, last: ListPosition | None, count: int
+    ) -> list[ListPosition]:
         """Some sessions of the caller's key that began before `last`, the newest first."""
         name, start = key_names.client_sessions_of(caller.owner), 0
         if last is not None:
@@ -114,7 +107,7 @@ class TinkerStore:
                 rank = await stored(self._redis.zcount(name, last.created_at, "+inf")) - 1
             start = rank + 1
         found: Any = await stored(self._redis.zrevrange(name, start, start + count - 1, withscores=True))
-        return [SessionPlace(created_at, session_id.decode()) for session_id, created_at in found]
+        return [ListPosition(created_at, session_id.decode()) for session_id, created_at in found]
 
     async def found_sessions(self, session_ids: Sequence[str], caller: Caller) -> list[FoundSession]:
         """Those of these sessions that exist and are the caller's."""

@@ -154,14 +154,14 @@ TemplateText = Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS), AfterValidat
 """A text with variables."""
 
 
-class GraderPart(BaseModel):
-    """A part of a grader. Unknown fields are refused, and no type is converted."""
+class BodyPart(BaseModel):
+    """A part of a body. Unknown fields are refused, and no type is converted."""
 
     # With a bound on strings, pydantic refuses a lone surrogate (half a UTF-16 pair), which UTF-8 has not.
     model_config = ConfigDict(extra="forbid", strict=True, str_min_length=0, frozen=True)
 
 
-class NamedGrader(GraderPart):
+class NamedGrader(BodyPart):
     """What all graders have. OpenAI's guide also shows graders without a name."""
 
     name: str = Field("", max_length=200)
@@ -196,7 +196,7 @@ class PythonGrader(NamedGrader):
     """OpenAI chooses the libraries by it; here every grader gets those of one interpreter."""
 
 
-class JudgeText(GraderPart):
+class JudgeText(BodyPart):
     """A text in a message. Images and sound are not read here."""
 
     type: Literal["input_text", "output_text"]
@@ -208,7 +208,7 @@ JudgeContent = (
 )
 
 
-class JudgeMessage(GraderPart):
+class JudgeMessage(BodyPart):
     """A message to the model that grades."""
 
     role: Literal["user", "assistant", "system", "developer"]
@@ -222,7 +222,7 @@ class JudgeMessage(GraderPart):
         return "\n".join(part.text if isinstance(part, JudgeText) else part for part in parts)
 
 
-class JudgeSampling(GraderPart):
+class JudgeSampling(BodyPart):
     """How the model that grades samples; null leaves it to the model's server."""
 
     max_completions_tokens: int | None = Field(None, ge=1, le=2**31)

@@ -124,15 +124,13 @@ class _Position(msgspec.Struct, frozen=True):
 
 
 def back_up(plan: BackupPlan, directory: Path, say: Say) -> BackupManifest:
-    """Write a backup into `directory`, which must be new or empty. Raises StackError; then nothing is left.
-    Write a backup into `directory`, which must be new or empty. Raises StackError; then nothing is left."""
+    """Write a backup into `directory`, a new or an empty one. Raises StackError; then nothing is left."""
     if directory.exists() and any(directory.iterdir()):
         raise StackError(f"{directory} is not empty: name a new directory")
     if not plan.checkpoint_dir.is_dir():
         raise StackError(
             f"{plan.checkpoint_dir} is not here: run this where the trainer's checkpoints are, or name them "
-            "by "
-            "--checkpoint-dir"
+            "by --checkpoint-dir"
         )
     existed = directory.exists()
     mask = os.umask(0o077)  # only the owner may read what is written from here on

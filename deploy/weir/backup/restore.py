@@ -118,8 +118,7 @@ def _raise_limit(redis: Redis, key: StoredKey) -> None:
     except ResponseError as error:
         raise StackError(
             f"{key.name.decode(errors='replace')} has {key.size} bytes, and Redis takes {BULK_LIMIT}: raise "
-            "its "
-            f"proto-max-bulk-len and client-query-buffer-limit ({error})"
+            f"its proto-max-bulk-len and client-query-buffer-limit ({error})"
         ) from error
 
 

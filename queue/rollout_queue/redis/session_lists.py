@@ -118,7 +118,7 @@ async def _summaries(redis: Redis, names: Sequence[str]) -> dict[str, SessionHea
     """The heads without turns. A session is missing if its sums are not those of its turns, or if it cannot
     be read."""
     heads: dict[str, SessionHead] = {}
-    for page in batches(await _sizes(redis, names), SUMMARY_FIELDS_AT_ONCE):
+    for page in batches(await field_counts(redis, names), SUMMARY_FIELDS_AT_ONCE):
         found = await session_scripts.SUMMARIES.run(redis, [key_names.session(name) for name in page])
         for name, (turns, *fields) in zip(page, found, strict=True):
             try:
@@ -132,7 +132,7 @@ async def _summaries(redis: Redis, names: Sequence[str]) -> dict[str, SessionHea
 
 async def _whole(redis: Redis, names: Sequence[str]) -> dict[str, SessionHead]:
     heads: dict[str, SessionHead] = {}
-    for batch in batches(await _sizes(redis, names), FIELDS_AT_ONCE):
+    for batch in batches(await field_counts(redis, names), FIELDS_AT_ONCE):
         async with redis.pipeline(transaction=False) as pipeline:
             for name in batch:
                 pipeline.hgetall(key_names.session(name))
@@ -142,7 +142,7 @@ async def _whole(redis: Redis, names: Sequence[str]) -> dict[str, SessionHead]:
     return heads
 
 
-async def _sizes(redis: Redis, names: Sequence[str]) -> list[tuple[str, int]]:
+async def field_counts(redis: Redis, names: Sequence[str]) -> list[tuple[str, int]]:
     """How many fields each session has."""
     async with redis.pipeline(transaction=False) as pipeline:
         for name in names:

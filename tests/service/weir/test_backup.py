@@ -19,6 +19,7 @@ from rollout_queue.redis import key_names
 from tests.support.redis_clients import redis_at
 from tests.support.redis_process import RedisProcess
 from tests.support.serving import NOBODY, free_port
+from tests.support.threads import meanwhile
 from tests.support.weir.small_trainer import SmallTrainer, answer
 from weir.__main__ import app
 from weir.audit.audit import audit
@@ -209,18 +210,11 @@ def test_backups_under_load_are_all_consistent(
                 trainer.checkpoint()
                 over.wait(0.3)  # so long a checkpoint of the smallest model is current
 
-    threads = [threading.Thread(target=work) for work in (agents, train)]
-    for thread in threads:
-        thread.start()
     heard: list[int] = []
-    try:
+    with meanwhile(over, agents, train):
         for number in range(3):
             heard.append(len(told))
             back_up_to(tmp_path / f"backup{number}", run)
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
     elsewhere = place("elsewhere")
     for number in range(3):
         restore_to(elsewhere, tmp_path / f"backup{number}", replace=number > 0)

@@ -14,6 +14,7 @@ import psutil
 
 from tests.support.clients.stack import CLIENT_KEY, ENVIRONMENTS, HERMETIC, ROOT, inherited, told
 from tests.support.system.real_system import stack_settings
+from tests.support.threads import meanwhile
 from tests.support.waiting import wait_until
 from trainer_service.commands.saved_models import safe_name
 from weir.stack.services import services_of
@@ -62,13 +63,8 @@ class TinkerStack:
     def killing(self, seed: int, most: int, pause_s: tuple[float, float]) -> Iterator[None]:
         """Kill random parts, one after the other, each once the last one is back; `most` at most."""
         over = threading.Event()
-        thread = threading.Thread(target=self._kill, args=(random.Random(seed), most, pause_s, over))
-        thread.start()
-        try:
+        with meanwhile(over, lambda: self._kill(random.Random(seed), most, pause_s, over)):
             yield
-        finally:
-            over.set()
-            thread.join()
 
     def _kill(
         self, draw: random.Random, most: int, pause_s: tuple[float, float], over: threading.Event

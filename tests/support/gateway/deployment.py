@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import httpx
@@ -25,6 +25,7 @@ from tests.support.rollout_server.weights import (
     write_safetensors,
 )
 from tests.support.serving import Served
+from tests.support.threads import meanwhile
 from tests.support.waiting import wait_until
 from weir.audit.audit_facts import ClientAnswer
 
@@ -155,13 +156,8 @@ def traffic(*gateways: RunningGateway, per_s: float = CALLS_PER_S, name: str = "
                 over.wait(max(0.0, began_at + len(sent) / per_s - time.monotonic()))
             seen.statuses.extend(each.result() for each in sent)
 
-    thread = Thread(target=send)
-    thread.start()
-    try:
+    with meanwhile(over, send):
         yield seen
-    finally:
-        over.set()
-        thread.join()
 
 
 def ready(gateway: RunningGateway) -> int:

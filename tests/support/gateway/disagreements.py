@@ -4,9 +4,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Event, Thread
+from threading import Event
 
 from tests.support.gateway.push_system import PushSystem
+from tests.support.threads import meanwhile
 
 LOOK_EVERY_S = 0.02
 
@@ -42,10 +43,5 @@ def disagreements(system: PushSystem) -> Iterator[Disagreements]:
         while not over.wait(LOOK_EVERY_S):
             seen.look(system)
 
-    thread = Thread(target=watch)
-    thread.start()
-    try:
+    with meanwhile(over, watch):
         yield seen
-    finally:
-        over.set()
-        thread.join()

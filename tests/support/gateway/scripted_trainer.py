@@ -34,6 +34,7 @@ from rollout_queue.trainer_commands import (
     Stepped,
     WeightsLoaded,
 )
+from tests.support.threads import meanwhile
 
 
 @dataclass
@@ -87,11 +88,8 @@ def scripted_trainer(redis: Redis) -> Iterator[ScriptedTrainer]:
     assert lease.claim() is None
     trainer = ScriptedTrainer(CommandReader(redis, lease.token))
     trainer.go_on.set()
-    thread = threading.Thread(target=trainer.run)
-    thread.start()
     try:
-        yield trainer
+        with meanwhile(trainer.ended, trainer.run):
+            yield trainer
     finally:
-        trainer.ended.set()
-        thread.join()
         lease.release()

@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Locator, Page
 
 from tests.support.page.browser import PHONE, WIDE, chromium, context_of, go, watched_tab
 from tests.support.page.demo_run import ADMIN_KEY, DemoRun, demo_run
+from tests.support.threads import meanwhile
 
 COLOURS = 96
 OUT = Path(__file__).parents[3] / "docs/page"
@@ -83,13 +84,8 @@ def save(tab: Page, path: Path, whole: bool = False, part: Locator | None = None
 def agents(run: DemoRun) -> Iterator[None]:
     """The demo's agents play while the block runs."""
     over = threading.Event()
-    playing = threading.Thread(target=run.play, args=(lambda _: over.is_set(),))
-    playing.start()
-    try:
+    with meanwhile(over, lambda: run.play(lambda _: over.is_set())):
         yield
-    finally:
-        over.set()
-        playing.join()
 
 
 def main() -> None:

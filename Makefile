@@ -26,6 +26,7 @@ LOCKED := $(PIP) --no-build-isolation --require-hashes
 FROM_INDEX := $(if $(filter cpu,$(TORCH)),$(addprefix --extra-index-url ,$(TORCH_INDEX)))
 CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(wildcard tests/clients/*/requirements.txt))
 LIBRARIES := $(basename $(notdir $(wildcard environments/requirements/*.txt)))
+FRAMEWORKS := ai_sdk claude_agent_sdk pydantic_ai
 AGENTS := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/agents/*/requirements.txt tests/agents/*/package-lock.json))))
 
 help:  ## list the targets
@@ -79,7 +80,8 @@ test-numerics: .venv/installed  ## the tests of arithmetic, limited to the instr
 		echo "with $$setting"; env $$setting $(PYTEST) -m "numeric and not long" || exit 1; done
 
 test-clients: install run/models/clients/config.json $(CLIENTS:%=run/clients/%/installed) \
-	run/clients/openai_npm/installed $(LIBRARIES:%=run/environments/%/installed) run/agents/pydantic_ai/installed
+	run/clients/openai_npm/installed $(LIBRARIES:%=run/environments/%/installed) \
+	$(FRAMEWORKS:%=run/agents/%/installed)
 test-clients:  ## SDKs against the real engine, and trainers that read exports
 	@$(BIN)/pytest -rs tests/clients
 

@@ -31,6 +31,9 @@ SENTENCES = (
     # Claude Code
     Sentence("title", "Generate a concise, sentence-case title (3-7 words) that captures the main topic"),
     Sentence("title", "You are coming up with a succinct title for a coding session"),
+    Sentence(
+        "title", "You are naming a coding session so the user can pick it out of a long list of sessions"
+    ),
     Sentence("title", "Summarize this coding conversation in under 50 characters"),
     Sentence("title", "Please write a 5-10 word title for the following conversation", asked=True),
     Sentence("topic", "Analyze if this message indicates a new conversation topic"),

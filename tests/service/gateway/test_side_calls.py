@@ -22,6 +22,7 @@ CODEX_TITLE = (
     "You are a helpful assistant. You will be presented with a user prompt, and your job is to provide a"
     " short title for a task that will be created from that prompt.\n\nUser prompt:\nfix the bug"
 )
+NAMING = "You are naming a coding session so the user can pick it out of a long list of sessions."
 OPENCODE = "You are a title generator. You output ONLY a thread title. Nothing else."
 ANCHORED = "You are an anchored context summarization assistant for coding sessions."
 
@@ -48,6 +49,7 @@ def opencode(system: str, *said: str, **more: Any) -> tuple[str, dict[str, Any]]
 SIDE_CALLS: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
     "claude code's quota": ("quota", claude(None, [{"role": "user", "content": "quota"}], max_tokens=1)),
     "claude code's title": ("title", claude(blocks(CLAUDE, TITLE), [FIX])),
+    "the claude agent sdk's title": ("title", claude(blocks(CLAUDE, NAMING), [FIX])),
     "claude code's topic": ("topic", claude(blocks(CLAUDE, TOPIC), [FIX])),
     "claude code's summary": (
         "summary",

@@ -63,7 +63,7 @@ class RunTest:
 
 @contextmanager
 def running_gateway(
-    redis_url: str, model: Path, directory: Path, port: int | None = None
+    redis_url: str, model: Path, directory: Path, port: int | None = None, **settings: Any
 ) -> Iterator[RunTest]:
     """A gateway without keys, and an empty Redis."""
     own = redis_url.removesuffix("0") + "5"
@@ -71,6 +71,6 @@ def running_gateway(
         redis.flushdb()
     engine = AnsweringEngine(tokenizer_of(model))
     with serving(engine.app()) as engine_url:
-        settings = GatewaySettings(redis_url=own, model_path=model, engines=[engine_url])
-        with serving(create_app(settings), port) as url:
+        made = GatewaySettings(redis_url=own, model_path=model, engines=[engine_url], **settings)
+        with serving(create_app(made), port) as url:
             yield RunTest(url, engine, directory / "run")

@@ -2,15 +2,12 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import httpx
 from openai import OpenAI
 
-GATEWAY = "http://127.0.0.1:8000"
-KEYS = Path("run/keys/client_keys")
-"""`make up` writes them."""
+import weir
+
 MOST_GROUPS = 24
 """A step needs several groups whose rewards differ."""
 TOOL: Any = {
@@ -40,36 +37,26 @@ def solve(client: OpenAI, question: str) -> str:
     return ""
 
 
-def play_group(gateway: httpx.Client) -> list[float]:
-    """The rewards of eight attempts at the task, made at once."""
-    opened = gateway.post("/groups", json={"size": 8, "task_id": "value-of-c"}).raise_for_status().json()
-
-    def play(session: dict[str, Any]) -> float:
-        answer = solve(OpenAI(base_url=session["base_url"], api_key=session["api_key"]), "value of c?")
-        reward = 1.0 if answer == WORLD["c"] else 0.0
-        ending = {"status": "completed", "reward": reward}
-        gateway.post(f"/sessions/{session['session_id']}/finish", json=ending).raise_for_status()
-        return reward
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(play, opened["sessions"]))
+def play(s: weir.AgentSession) -> float:
+    return s.reward(float(solve(s.openai(), "value of c?") == WORLD["c"]))
 
 
-def version_of(gateway: httpx.Client) -> int | None:
+def version_of(s: weir.AgentSession) -> Any:
     """The version that answers calls now."""
-    version: int | None = gateway.get("/v1/models").raise_for_status().json()["data"][0]["version"]
-    return version
+    return s.openai().models.list().data[0].to_dict()["version"]
 
 
 def main() -> None:
-    gateway = httpx.Client(base_url=GATEWAY, headers={"x-api-key": KEYS.read_text().split()[0]}, timeout=60)
-    before, different = version_of(gateway), 0
+    before, different = None, 0
     for number in range(1, MOST_GROUPS + 1):
-        rewards = play_group(gateway)
+        with weir.group("value-of-c", n=8) as members, ThreadPoolExecutor() as pool:
+            before = version_of(members[0]) if before is None else before
+            rewards = list(pool.map(play, members))
+            now = version_of(members[0])
         different += len(set(rewards)) > 1
         use = "" if len(set(rewards)) > 1 else ": all alike, so nothing is learned from it"
         print(f"group {number}: rewards {rewards}{use}", flush=True)
-        if (now := version_of(gateway)) != before:
+        if now != before:
             print(f"version {now} has learned from such groups, and answers calls now")
             return
     print(

@@ -14,22 +14,22 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.fixture
-def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `weir up` writes the clients' keys, in an empty directory."""
+def keys(gateway: RunningGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `weir up` writes the clients' keys, in a directory with its gateway's address."""
     monkeypatch.chdir(tmp_path)
+    for name in ("GATEWAY_URL", "CLIENT_KEYS", "CLIENT_KEYS_FILE", "STACK__RUN_DIR"):
+        monkeypatch.delenv(f"WEIR_{name}", raising=False)
     path = Path("run/keys/client_keys")
     path.parent.mkdir(parents=True)
     path.write_text(f"{CLIENT_KEY}\n")
+    state = {"services": {"gateway": {"url": gateway.url}}}
+    Path("run/stack.json").write_text(json.dumps(state))
     return path
 
 
 def test_the_five_lines_say_what_becomes_of_a_single_session(
-    gateway: RunningGateway, keys: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    keys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state = {"services": {"gateway": {"url": gateway.url}}}
-    (keys.parents[1] / "stack.json").write_text(json.dumps(state))
-    for name in ("GATEWAY_URL", "CLIENT_KEYS", "CLIENT_KEYS_FILE", "STACK__RUN_DIR"):
-        monkeypatch.delenv(f"WEIR_{name}", raising=False)
     code = (EXAMPLES / "five_lines.py").read_text(encoding="utf-8")
     exec(code, {})  # noqa: S102 - our own file
     said = capsys.readouterr().out
@@ -40,13 +40,12 @@ def test_the_five_lines_say_what_becomes_of_a_single_session(
         exec(code, {})  # noqa: S102 - our own file
 
 
-def tool_agent(gateway: RunningGateway) -> Any:
+def tool_agent() -> Any:
     spec = importlib.util.spec_from_file_location("tool_agent", EXAMPLES / "tool_agent.py")
     assert spec is not None
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.GATEWAY = gateway.url
     return module
 
 
@@ -56,7 +55,7 @@ def test_the_tool_agent_plays_until_a_version_has_learned_or_says_where_to_look(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module = tool_agent(gateway)
+    module = tool_agent()
     monkeypatch.setattr(module, "MOST_GROUPS", 2)
     module.main()
     said = capsys.readouterr().out.splitlines()

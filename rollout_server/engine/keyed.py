@@ -20,7 +20,7 @@ def main() -> None:
     # Modules beside this file have names that packages of the engine might import.
     sys.path[:] = [each for each in sys.path if each != str(Path(__file__).parent)]
     hide(key)
-    sys.argv[1:] = [*options, "--api-key", key]
+    sys.argv[1:] = [*options, f"--api-key={key}"]  # a key may begin with -
     # As with `python -m`: SGLang's child processes find its main module again.
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

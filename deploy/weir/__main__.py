@@ -117,9 +117,12 @@ def _with_model(settings: StackSettings) -> StackSettings:
 
         console.print("WEIR_MODEL_PATH is not set: using the demo's model", highlight=False)
         return with_demo_model(settings, 0, console.print)[0]
+    from weir.demo.real_demo import NAME, made_model
     from weir.models import on_this_machine
 
-    path = on_this_machine(settings.model_path, settings.models_dir, lambda line: _say([line]))
+    path, say = settings.model_path, lambda line: _say([line])
+    is_real_demos = str(path) == NAME and not path.exists()
+    path = made_model(settings, say) if is_real_demos else on_this_machine(path, settings.models_dir, say)
     return settings.model_copy(update={"model_path": path})
 
 

@@ -23,6 +23,8 @@ from weir.installing import COMMAND
 from weir.stack.settings import StackSettings
 
 HERE = Path(__file__).parent
+NAME = "smollm2"
+"""Also WEIR_MODEL_PATH of `weir up`, where no directory has this name."""
 NEEDED_BYTES = 2**30
 TARGET = 0.85
 JUDGED = 0.6
@@ -48,8 +50,7 @@ SERVICES: dict[str, dict[str, Any]] = {
 
 def run(settings: StackSettings, seed: int, say: Say) -> bool:
     """Run the demo. Returns whether the evaluations show that the model has learned."""
-    model = settings.models_dir / "smollm2"
-    make_model(model, settings.engine_python, say)
+    model = made_model(settings, say)
     training = RunSettings(
         environment="python:weir.demo.extraction:Extraction",
         seed=seed,
@@ -61,6 +62,13 @@ def run(settings: StackSettings, seed: int, say: Say) -> bool:
     questions = [asked_about(sentence_of(-1 - number)[0]) for number in range(3)]
     lesson = Lesson(training, services, JUDGED_ON, JUDGED, questions)
     return teach(settings, model, lesson, say)
+
+
+def made_model(settings: StackSettings, say: Callable[[str], None]) -> Path:
+    """Where the model is, made the first time. Raises StackError."""
+    directory = settings.models_dir / NAME
+    make_model(directory, settings.engine_python, say)
+    return directory
 
 
 def make_model(directory: Path, engine_python: Path, say: Callable[[str], None]) -> None:

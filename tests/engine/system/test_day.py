@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.serving import free_port
 from tests.support.system.real_system import PORTS
+from tests.support.weir.notebooks import code_of
 
 pytestmark = pytest.mark.long
 
@@ -104,6 +105,10 @@ def test_from_an_agent_to_a_model_of_ones_own(day: Day) -> None:
     assert "'code': " in said
     said = day.python("tool_agent.py", (examples / "tool_agent.py").read_text(encoding="utf-8"))
     assert "answers calls now" in said
+    said = day.python("sessions.py", code_of(examples / "sessions.ipynb"))
+    assert "'version': " in said
+    said = day.python("training.py", code_of(examples / "training.ipynb"))
+    assert "24 groups, version" in said
 
     (day.place / "own.py").write_text(ENVIRONMENTS, encoding="utf-8")
     for name in ("Letter", "Other", "Letter"):  # and the first one again

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.gateway.running import CLIENT_KEY, RunningGateway
+from tests.support.weir.notebooks import code_of
 from weir.client import GatewayFault
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -71,3 +72,27 @@ def test_the_tool_agent_plays_until_a_version_has_learned_or_says_where_to_look(
     listed = gateway.get("/sessions?limit=100").json()["data"]
     assert {each["task_id"] for each in listed} == {"value-of-c"}
     assert len({each["group_id"] for each in listed}) == 4
+
+
+def test_the_notebook_of_sessions_shows_what_was_recorded(
+    keys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exec(code_of(EXAMPLES / "sessions.ipynb"), {"__name__": "notebook"})  # noqa: S102 - our own file
+    said = capsys.readouterr().out.splitlines()
+    assert "'code': " in said[1]
+    assert [line.split()[0] for line in said[2:6]] == ["0.00", "0.33", "0.67", "1.00"]
+    assert said[6].startswith("ready [{'version': 0, ")
+    assert len(said) > 7
+
+
+def test_the_notebook_of_training_draws_its_curve(
+    gateway: RunningGateway, keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    gateway.engine.mind = "7"
+    code = code_of(EXAMPLES / "training.ipynb").replace("GROUPS = 24", "GROUPS = 6")
+    exec(code, {"__name__": "notebook"})  # noqa: S102 - our own file
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == said[-1] == "mean reward 1.00, version 0"
+    assert said[1] == "6 groups, version 0 → 0, reward 1.000 → 1.000"
+    assert [line.split("█")[0] for line in said[2:4]] == ["groups  1 to  4 ", "groups  5 to  6 "]

@@ -100,7 +100,7 @@ mutants: install  ## small random faults in the product: which of them the quick
 test-mutants:  ## a quarter of the mutants, another one for each commit
 	@$(MAKE) mutants SHARD=$$(($$(git rev-list --count HEAD) % 4))/4
 
-test-page: install run/page/axe/installed  ## the operators' page in a real browser: Chromium, which apt or WEIR_TEST_CHROMIUM provides
+test-page: install site run/page/axe/installed  ## the operators' page in a real browser: Chromium, which apt or WEIR_TEST_CHROMIUM provides
 	@command -v "$${WEIR_TEST_CHROMIUM:-chromium}" >/dev/null \
 		|| { echo "no Chromium: apt-get install --no-install-recommends chromium, or name one in WEIR_TEST_CHROMIUM" >&2; exit 1; }
 	@WEIR_TEST_BROWSER=required $(PYTEST) tests/page

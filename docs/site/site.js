@@ -1,5 +1,9 @@
 // Says to screen readers what the theme leaves unsaid.
 document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+document.querySelectorAll(".md-nav--secondary .md-nav").forEach((each) => {
+  each.removeAttribute("aria-label");
+  each.setAttribute("role", "none");
+});
 const named = () => {
   document.querySelectorAll(".md-code__nav:not([aria-label])").forEach((each, number) => {
     each.setAttribute("aria-label", `Code block ${number + 1}`);

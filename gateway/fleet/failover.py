@@ -70,6 +70,11 @@ class RetryState:
         """A new token arrived."""
         self.until, self.faults, self.fruitless = 0.0, 0, 0
 
+    def waited(self, began: float) -> None:
+        """A suspect has waited for others since then: its own time goes on now."""
+        if self.until:
+            self.until += clock.monotonic() - began
+
     def left_s(self) -> float:
         return self.until - clock.monotonic()
 
@@ -117,7 +122,9 @@ class Delivery:
         return self.wait.waiting
 
     async def catch_up(self) -> None:
-        """Wait, and pass on the rest."""
+        """Wait, and pass on the rest. A reader that is slow keeps no suspect on trial."""
+        if self.case.needed:
+            await self.case.progressed(self.answer.by_engine)
         while self.waits is not None:
             await self.waits()
             self._pass_on()
@@ -193,7 +200,9 @@ class Sampler:
                         await waits()
                     return
                 if dead:
-                    await case.died(tokens)
+                    began = clock.monotonic()
+                    await case.died(server.id, tokens)
+                    retries.waited(began)
                 await self._back_off(fault, answer, server, retries)
                 avoid, wait_s = "" if closed_in_pool else server.id, retries.left_s()
             finally:
@@ -221,7 +230,7 @@ class Sampler:
             if server.freed is not None:
                 server.freed(server)  # another call may have the place
             asked = asked._replace(avoid=server.id)
-            retries.until += clock.monotonic() - began if retries.until else 0.0
+            retries.waited(began)
 
     async def died(self, fault: EngineFault, server: FleetServer) -> bool:
         """Whether the fault was the end of the engine's process, and nobody had told it to end."""

@@ -159,9 +159,10 @@ class Fleet:
         self.queue.serve()
 
     async def close(self) -> None:
-        """Cancel the status requests in flight."""
+        """Cancel the status requests in flight, and the judging of suspects."""
         requests = [server.status_request for server in self.servers.values()]
         await cancel_and_wait([request for request in requests if request is not None])
+        await self.suspects.close()
 
     def _status_request(self, server: FleetServer) -> asyncio.Task[None]:
         """The request for the server's status that is in flight, or a new one."""

@@ -105,7 +105,9 @@ class PromptScorer:
                 return scores
             except EngineFault as fault:
                 if await sampler.died(fault, server):
-                    await case.died(0)
+                    began = clock.monotonic()
+                    await case.died(server.id, 0)
+                    retries.waited(began)
                 if fault.reason not in HARMLESS:
                     server.breaker.failed(unreachable=fault.reason == "refused")
                 pause_s = retries.backoff_s(fault, sampler.engine_wait_s)

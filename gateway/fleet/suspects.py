@@ -1,10 +1,13 @@
 """Finds the request that kills engines, among all that were on an engine when it died.
 
 an engine dies ──▶ its calls are suspects ──▶ each is tried on another engine ──tokens──▶ cleared
-                                                        └──that engine dies, too──▶ guilty: refused
+                                                        └──that engine dies, too──▶ accused
+accused ──▶ the new calls that were beside it are tried ──all are cleared, or time is over──▶ guilty: refused
+                                                        └──one of them is guilty──▶ a suspect as before
 
-One suspect at a time is tried on an engine, whichever gateway it has. So the second death tells which it was,
-and nobody else is refused. All gateways know suspects and guilty requests for a while, so no retry is new.
+One suspect at a time is tried on an engine, whichever gateway it has. Calls that are no suspects begin beside
+it; if the engine dies, they decide. So no engine has to stay empty, two engines die of a request, and nobody
+else is refused. All gateways know suspects and guilty requests for a while, so no retry is new.
 """
 
 import asyncio
@@ -21,6 +24,7 @@ import msgspec
 from msgspec import UNSET
 from redis.asyncio import Redis
 
+from gateway.cancellation import cancel_and_wait
 from gateway.errors import KillsEngines
 from gateway.fleet.generate_request import PromptImage, SamplingParameters
 from rollout_queue import clock
@@ -44,6 +48,8 @@ MOST_WAIT_S = 30.0
 """A suspect that has waited for its trial for so long goes on beside others, and proves nothing."""
 LOOK_AGAIN_S = 0.1
 """How often to look whether another gateway has ended its trial."""
+DECIDED_WITHIN_S = 20.0
+"""After this time, an accused request is guilty although a call that was beside it is still a suspect."""
 
 
 def request_digest(ids: list[int], parameters: SamplingParameters, images: list[PromptImage]) -> str:
@@ -84,6 +90,12 @@ class Suspects:
         self._trials: Counter[SuspectTrial] = Counter()
         """How many calls of this process are in each trial."""
         self._ended = asyncio.Event()
+        self._judging: dict[str, asyncio.Task[bool]] = {}
+        """By the digest of an accused request."""
+
+    async def close(self) -> None:
+        """Leave the accused requests suspects."""
+        await cancel_and_wait(list(self._judging.values()))
 
     async def refresh(self) -> None:
         """Read what any gateway has noted. Raises StorageUnavailable."""
@@ -109,8 +121,9 @@ class Suspects:
         """Whether the request is guilty; None for one that is no suspect."""
         return self.guilty.get(digest)
 
-    async def note(self, digest: str, *, guilty: bool) -> None:
-        """Let all gateways know. A guilty request's error is told only when they do."""
+    async def note(self, digest: str, *, guilty: bool, beside: str = "") -> None:
+        """Let all gateways know. A guilty request's error is told only when they do. `beside`: the id of the
+        server that died, if the request may be the cause and was not tried there."""
         self.guilty[digest] = guilty or self.guilty.get(digest, False)
         now = clock.now()
         try:
@@ -118,6 +131,9 @@ class Suspects:
                 noting.zadd(key_names.SUSPECTS, {f"{'guilty' if guilty else 'suspect'}:{digest}": now})
                 noting.zremrangebyscore(key_names.SUSPECTS, "-inf", now - REMEMBERED_S)
                 noting.zremrangebyrank(key_names.SUSPECTS, 0, -MOST_REMEMBERED - 1)
+                if beside:
+                    noting.sadd(key_names.beside_trial(beside), digest)  # bounded: one
+                    noting.expire(key_names.beside_trial(beside), int(TRIAL_S))
                 await stored(noting.execute())
         except StorageUnavailable as error:
             logger.warning("other gateways do not know which request may kill engines: %s", error)
@@ -135,7 +151,7 @@ class Suspects:
 
     async def begin_trial(self, trial: SuspectTrial) -> bool:
         """Whether the request may be tried on the server now. Calls of equal requests are tried together."""
-        if any(held.touches(trial) for held in self._trials):
+        if trial.digest in self._judging or any(held.touches(trial) for held in self._trials):
             return False
         self._trials[trial] += 1
         begun = False
@@ -153,12 +169,64 @@ class Suspects:
             except StorageUnavailable as error:
                 logger.warning("a trial at %s hinders others until it expires: %s", trial.server_id, error)
 
+    def is_judged(self, digest: str) -> bool:
+        """Whether this process is about to know if the request is guilty."""
+        return digest in self._judging
+
+    async def judge(self, trial: SuspectTrial) -> bool:
+        """Whether the request is guilty of the death of the server where it was tried. The trial is over, and
+        equal requests wait for the verdict, which comes also if the caller leaves."""
+        self._leave(trial)
+        if (judging := self._judging.get(trial.digest)) is None:
+            judging = self._judging[trial.digest] = asyncio.create_task(self._judge(trial))
+        return await asyncio.shield(judging)
+
+    async def _judge(self, trial: SuspectTrial) -> bool:
+        logger.warning("%s died while the request %s was tried there", trial.server_id, trial.digest)
+        request, server = trial.keys
+        try:
+            with suppress(StorageUnavailable):
+                await stored(self._redis.set(request, "|".join(trial), px=int(TRIAL_S * 1000)))
+                await stored(self._redis.delete(server))  # bounded: one
+            if guilty := not await self._another_is_guilty(trial):
+                logger.error("the request %s has killed two engines, and is refused", trial.digest)
+                await self.note(trial.digest, guilty=True)
+            return guilty
+        finally:
+            del self._judging[trial.digest]
+            self._end()
+            with suppress(StorageUnavailable):
+                await stored(self._redis.delete(request))  # bounded: one
+
+    async def _another_is_guilty(self, trial: SuspectTrial) -> bool:
+        """Whether it was another request; not if each that was beside it is cleared, or the time is over."""
+        with suppress(TimeoutError):
+            async with clock.timeout(DECIDED_WITHIN_S):
+                await clock.sleep(CURRENT_S)  # other gateways note what they have lost
+                while verdicts := await self._verdicts_beside(trial) - {None}:
+                    if True in verdicts:
+                        return True
+                    await self.wait()
+        return False
+
+    async def _verdicts_beside(self, trial: SuspectTrial) -> set[bool | None]:
+        """What is known of the requests that were beside it."""
+        beside = key_names.beside_trial(trial.server_id)
+        try:
+            found = await stored(self._redis.srandmember(beside, MOST_REMEMBERED))
+            await self.refresh()
+        except StorageUnavailable:
+            return {False}
+        return {self.verdict(digest.decode()) for digest in found if digest.decode() != trial.digest}
+
     async def _hold(self, trial: SuspectTrial) -> bool:
         """Whether no other request is tried there, and this one nowhere else, by any gateway."""
         text = "|".join(trial)
         for number, key in enumerate(trial.keys):
             try:
                 new = await stored(self._redis.set(key, text, nx=True, px=int(TRIAL_S * 1000)))
+                if new and number:  # what died there before is another matter
+                    await stored(self._redis.delete(key_names.beside_trial(trial.server_id)))  # bounded: one
                 if not new and await stored(self._redis.get(key)) != text.encode():
                     if number:
                         await stored(self._redis.delete(*trial.keys[:number]))  # bounded: one
@@ -173,9 +241,13 @@ class Suspects:
         if self._trials[trial]:
             return False
         del self._trials[trial]
+        self._end()
+        return True
+
+    def _end(self) -> None:
+        """Wake those that wait for a trial."""
         self._ended.set()
         self._ended = asyncio.Event()
-        return True
 
     async def wait(self) -> None:
         """Wait until a trial has ended, as far as this process can tell."""
@@ -217,7 +289,9 @@ class Case:
     async def begin(self, server_id: str) -> bool:
         """Whether an attempt at the server may begin. A suspect needs a trial there; if it cannot have one
         yet, this waits for a moment."""
-        if not self.needed or self.waited_s >= MOST_WAIT_S:
+        if not self.needed:
+            return True
+        if self.waited_s >= MOST_WAIT_S and not self.suspects.is_judged(self.digest):
             return True
         trial = SuspectTrial(server_id, self.digest)
         if await self.suspects.begin_trial(trial):
@@ -235,15 +309,14 @@ class Case:
             await self.suspects.clear(self.digest)
             await self.end()
 
-    async def died(self, tokens: int) -> None:
+    async def died(self, server_id: str, tokens: int) -> None:
         """The engine has died after it gave so many tokens. Raises KillsEngines if the call is guilty."""
-        if self.trial is not None:
-            logger.error("the request %s has killed two engines, and is refused", self.digest)
-            await self.suspects.note(self.digest, guilty=True)
+        young, trial, self.trial = tokens < YOUNG_TOKENS, self.trial, None
+        if trial is not None and await self.suspects.judge(trial):
             raise KillsEngines
-        self.needed = YOUNG_TOKENS if tokens < YOUNG_TOKENS else 1
-        self.waited_s = 0.0
-        await self.suspects.note(self.digest, guilty=False)
+        self.needed, self.waited_s = YOUNG_TOKENS if young else 1, 0.0
+        beside = server_id if young and trial is None else ""
+        await self.suspects.note(self.digest, guilty=False, beside=beside)
 
     async def end(self) -> None:
         """The attempt has ended, or the call is cleared."""

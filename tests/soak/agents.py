@@ -55,7 +55,11 @@ class Agent:
                 ValueError,
                 KeyError,
             ) as error:
-                self._journal.surprised(f"{session_id}: {type(error).__name__}: {error}")
+                what = f"{session_id}: {type(error).__name__}: {error}"
+                if "kills_engines" in what:
+                    self._journal.refused.append(what)
+                else:
+                    self._journal.surprised(what)
 
     async def _episode(self, session_id: str) -> None:
         dialect = self._draw.choice(DIALECTS)

@@ -29,8 +29,7 @@ async def make_faults(
 ) -> None:
     """Make one fault after the other until `until`, a time of `time.monotonic`, and count them in `made`.
 
-    Each kind comes equally often. Deadly calls are among them: a call that was beside one is refused if an
-    engine dies of something else just while it is tried there.
+    Each kind comes equally often. Deadly calls are among them.
     Returns when every engine serves again.
     """
     keeping = asyncio.create_task(_keep_alive(system, draw))

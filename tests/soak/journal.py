@@ -19,6 +19,8 @@ class Journal:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.unexpected = 0
         self.details: list[str] = []
+        self.refused: list[str] = []
+        """What innocent agents heard whose calls were refused because engines had died of them."""
         self.turns = 0
         """How many whole answers were heard."""
 

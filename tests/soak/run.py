@@ -2,8 +2,11 @@
 
 import asyncio
 import random
+import re
 import time
 from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +112,26 @@ def evict(system: SoakSystem, journal: Journal) -> None:
         time.sleep(0.5)  # gateways look every few seconds
 
 
+TRIED = re.compile(r"^(\S+ \S+) .*suspects: engine-(\d+) died while the request (\w+) was tried there$", re.M)
+GUILTY = re.compile(r"the request (\w+) has killed two engines")
+NOTICED_WITHIN_S = 5.0
+"""A gateway notices the end of an engine in this time."""
+
+
+def killed_on_trial(log: str, killed_at: Sequence[Sequence[float]]) -> set[str]:
+    """The requests that a gateway refused because their engine died when they were tried there, and it was
+    the soak that killed it. `killed_at`: by the number of the engine, in seconds since the epoch."""
+    killed = set[str]()
+    for told, engine, request in TRIED.findall(log):
+        at = datetime.strptime(told, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        if any(0 <= at - each <= NOTICED_WITHIN_S for each in killed_at[int(engine)]):
+            killed.add(request)
+    return killed & set(GUILTY.findall(log))
+
+
 def look_inside(system: SoakSystem, journal: Journal, run_dir: Path, before: Counter[str]) -> None:
-    """Report to the journal: answers that do not end, replies with a 5xx status, exceptions in the logs."""
+    """Report to the journal: answers that do not end, replies with a 5xx status, exceptions in the logs, and
+    refused calls of which no engine has died."""
     deadline = time.monotonic() + PATIENCE_S
     while not system.calm():
         if time.monotonic() > deadline:
@@ -119,9 +140,14 @@ def look_inside(system: SoakSystem, journal: Journal, run_dir: Path, before: Cou
         time.sleep(0.2)  # the gateway aborts the answers of clients that left
     for status, count in (system.failures() - before).items():
         journal.surprised(f"the gateways answered {count} calls with {status}")
+    excused = set[str]()
     for path in run_dir.glob("gateway-*.log"):
-        if found := path.read_text(encoding="utf-8").count("Traceback"):
+        log = path.read_text(encoding="utf-8")
+        excused |= killed_on_trial(log, [engine.killed_at for engine in system.engines])
+        if found := log.count("Traceback"):
             journal.surprised(f"{path} has {found} tracebacks")
+    for refusal in journal.refused[len(excused) :]:
+        journal.surprised(refusal)
 
 
 def _calls(journal: Journal) -> list[CallRow]:

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +38,8 @@ class Engine:
     def __init__(self, tokenizer: Path) -> None:
         self._port, self._tokenizer = free_port(), tokenizer
         self.url = f"http://127.0.0.1:{self._port}"
+        self.killed_at = list[float]()
+        """When the soak killed it, in seconds since the epoch."""
         self.start()
 
     def start(self) -> None:
@@ -44,6 +47,7 @@ class Engine:
         self._process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
 
     def kill(self) -> None:
+        self.killed_at.append(time.time())
         self._process.kill()
         self._process.wait()
 

@@ -153,6 +153,12 @@ def trial(of: str) -> String:
     return String(f"weir:trial:{of}")
 
 
+def beside_trial(server_id: str) -> Set:
+    """Set: digests of the requests that may have killed a server beside the suspect that was tried there;
+    expires."""
+    return Set(f"weir:trial:beside:{server_id}")
+
+
 def page_sessions_of(key_digest: str) -> SortedSet:
     """Sorted set: digests of the tokens of browsers that one API key has signed in, by their latest end."""
     return SortedSet(f"weir:page_sessions:{key_digest}")

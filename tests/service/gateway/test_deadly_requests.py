@@ -1,5 +1,6 @@
 """A request that kills each engine it meets: two die of it, it is refused, and nobody beside it is."""
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,11 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from gateway.fleet import suspects
+from gateway.fleet.fleet_server import FleetServer, Registration
+from gateway.fleet.placement import choose_server
 from tests.support.gateway.calls import RETRY
-from tests.support.gateway.mortal_engine import ANSWER, POISON, TOKENS, MortalEngine
+from tests.support.gateway.mortal_engine import ANSWER, POISON, STOP_AT, TOKENS, MortalEngine
 from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
 from tests.support.serving import Served
 from tests.support.waiting import wait_until
@@ -24,7 +28,9 @@ ENGINES = 5
 @dataclass
 class Scene:
     engines: Sequence[Served]
+    made: Sequence[MortalEngine]
     gateways: Sequence[RunningGateway]
+    flows: threading.Event
 
     def dead(self) -> int:
         return sum(engine.ended for engine in self.engines)
@@ -34,27 +40,33 @@ class Scene:
         wait_until(lambda: self.dead() >= count)
         return self.dead() == count
 
-    def innocent(self, number: int) -> httpx.Response:
+    def innocent(self, number: int, session_id: str) -> httpx.Response:
         """A call of a session of its own; every second one is another gateway's."""
         gateway = self.gateways[number % len(self.gateways)]
-        headers = {"x-session-id": f"innocent-{number}", "authorization": f"Bearer {CLIENT_KEY}"}
+        headers = {"x-session-id": session_id, "authorization": f"Bearer {CLIENT_KEY}"}
         body = {"token_ids": [7, 8, number + 100], "sampling_params": {"max_tokens": TOKENS}}
         return httpx.post(f"{gateway.url}/inference/v1/generate", json=body, headers=headers, timeout=300)
 
 
 @contextmanager
 def staged(
-    backends: Backends, tokenizer: Tokenizer, fuse: int, beside: int = 20, **other: Any
+    backends: Backends,
+    tokenizer: Tokenizer,
+    fuse: int,
+    beside: int | Sequence[str] = 20,
+    stop_at: int = STOP_AT,
+    **other: Any,
 ) -> Iterator[Scene]:
-    """Two gateways, and so many innocent calls in the middle of their answers; all get them whole.
-    `other` are settings of the second gateway alone."""
+    """Two gateways, and so many innocent calls, or those of these sessions, in the middle of their answers;
+    all get them whole. `other` are settings of the second gateway alone."""
+    sessions = [f"innocent-{number}" for number in range(beside)] if isinstance(beside, int) else beside
     backends.clear(None)
     flows = threading.Event()
     with ExitStack() as stack:
         made, served = list[MortalEngine](), list[Served]()
         for number in range(ENGINES):
             die = partial(lambda at: served[at].kill(), number)
-            made.append(MortalEngine(tokenizer, die, flows, fuse))
+            made.append(MortalEngine(tokenizer, die, flows, fuse, stop_at))
             served.append(Served(made[-1].app()))
             stack.callback(served[-1].join)
             stack.callback(served[-1].end)
@@ -63,8 +75,10 @@ def staged(
         gateways = [stack.enter_context(backends.ready_gateway(**settings | more)) for more in ({}, other)]
         pool = stack.enter_context(ThreadPoolExecutor(32))
         stack.callback(flows.set)
-        scene = Scene(served, gateways)
-        innocents = [pool.submit(scene.innocent, number) for number in range(beside)]
+        for engine in made:
+            stack.callback(setattr, engine, "holds", False)
+        scene = Scene(served, made, gateways, flows)
+        innocents = [pool.submit(scene.innocent, *each) for each in enumerate(sessions)]
         wait_until(lambda: sum(each.begun for each in made) == len(innocents))
         yield scene
         flows.set()
@@ -114,4 +128,67 @@ def test_a_gateway_that_reads_late_knows_a_guilty_request_when_its_client_does(
     with staged(own_backends, tokenizer, fuse=0, beside=0, poll_every_s=3600.0) as scene:
         for gateway in scene.gateways:
             refused(gateway.post("/v1/chat/completions", CHAT))
+        assert scene.die(2)
+
+
+def session_of(engine: int, number: int = 0) -> str:
+    """The session with this number whose calls go to the engine while none has many."""
+    fleet = [FleetServer(Registration(id=f"engine-{each}", engine_url="")) for each in range(ENGINES)]
+    names = (f"of-{engine}-{each}" for each in itertools.count())
+    own = (name for name in names if choose_server(fleet, name) is fleet[engine])
+    return next(itertools.islice(own, number, None))
+
+
+def of(engine: int) -> dict[str, str]:
+    return {"x-session-id": session_of(engine)}
+
+
+@pytest.mark.parametrize("fuse", [0, 3])
+@pytest.mark.parametrize("gateway", [0, 1])
+def test_a_suspect_is_not_refused_for_what_another_request_did_while_it_was_tried(
+    own_backends: Backends, tokenizer: Tokenizer, gateway: int, fuse: int
+) -> None:
+    """Its first engine is killed. Of the second one, a request of either gateway is the cause."""
+    with staged(own_backends, tokenizer, fuse, beside=[session_of(0)]) as scene:
+        for engine in scene.made:
+            engine.holds = True
+        scene.engines[0].kill()
+        wait_until(lambda: any(engine.held for engine in scene.made))
+        tried = next(number for number, engine in enumerate(scene.made) if engine.held)
+        for engine in scene.made:
+            engine.holds = engine.held > 0
+        refused(scene.gateways[gateway].post("/v1/chat/completions", CHAT, headers=of(tried)))
+        assert scene.die(3)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_deadly_request_is_refused_once_the_calls_beside_it_are_cleared(
+    own_backends: Backends, tokenizer: Tokenizer, leaves: bool
+) -> None:
+    """Also if its client leaves before that, and comes again."""
+    young = [session_of(engine, number) for engine in range(1, ENGINES) for number in range(2)]
+    with staged(own_backends, tokenizer, fuse=0, beside=young, stop_at=3) as scene:
+        first, other = scene.gateways
+        with ThreadPoolExecutor(1) as pool:
+            call = partial(first.post, "/v1/chat/completions", CHAT, headers=of(0))
+            calling = pool.submit(call, timeout=httpx.Timeout(60, read=2.5 if leaves else 60))
+            assert scene.die(2)
+            if leaves:
+                with pytest.raises(httpx.ReadTimeout):
+                    calling.result()
+            scene.flows.set()
+            if not leaves:
+                refused(calling.result())
+        for gateway in (first, other):
+            refused(gateway.post("/v1/chat/completions", CHAT, headers={RETRY: "1"}))
+        assert scene.die(2)
+
+
+def test_a_deadly_request_is_refused_although_a_call_beside_it_has_no_end(
+    own_backends: Backends, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspects, "DECIDED_WITHIN_S", 4.0)
+    young = [session_of(engine) for engine in range(1, ENGINES)]
+    with staged(own_backends, tokenizer, fuse=0, beside=young, stop_at=3) as scene:
+        refused(scene.gateways[0].post("/v1/chat/completions", CHAT, headers=of(0)))
         assert scene.die(2)

@@ -3,9 +3,10 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import uvicorn
 from starlette.requests import Request
@@ -22,12 +23,22 @@ ANSWER = [10 + n % 50 for n in range(TOKENS)]
 
 
 class MortalEngine(FakeEngine):
-    """It dies when it has given `fuse` tokens of an answer to a poisoned prompt. Other answers stop in their
-    middle until `flows`."""
+    """It dies when it has given `fuse` tokens of an answer to a poisoned prompt. Other answers stop after
+    `stop_at` tokens until `flows`."""
 
-    def __init__(self, tokenizer: Tokenizer, die: Callable[[], object], flows: Event, fuse: int = 0) -> None:
-        super().__init__(tokenizer, mind=ANSWER, stall_after=STOP_AT)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        die: Callable[[], object],
+        flows: Event,
+        fuse: int = 0,
+        stop_at: int = STOP_AT,
+    ) -> None:
+        super().__init__(tokenizer, mind=ANSWER, stall_after=stop_at)
         self.die, self.flows, self.fuse, self.begun = die, flows, fuse, 0
+        self.holds = False
+        """Whether it has other prompts wait before their first token."""
+        self.held = 0
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()  # Starlette keeps it, so what is changed here is what `super` reads
@@ -35,6 +46,15 @@ class MortalEngine(FakeEngine):
         poisoned = POISON in self.tokenizer.decode(body["input_ids"])
         self.interruptions.append(Interruption(self.fuse, "reset") if poisoned else None)
         return await super().generate(request)
+
+    async def _events(
+        self, body: dict[str, Any], ids: list[int], said: int, interruption: Interruption | None
+    ) -> AsyncIterator[bytes]:
+        self.held += self.holds and interruption is None
+        while self.holds and interruption is None:  # noqa: ASYNC110 - the test runs in another thread
+            await asyncio.sleep(0.005)  # until the test lets the answers begin
+        async for event in super()._events(body, ids, said, interruption):
+            yield event
 
     def _last_words(self, interruption: Interruption, end: int, ids: list[int]) -> bytes:
         self.die()

@@ -1,5 +1,6 @@
 """A soak with unexpected answers, growing memory or findings of the audit fails."""
 
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ from tests.soak.dialects import CHAT, DIALECTS, MESSAGES, NotWhole
 from tests.soak.faults import FAULTS
 from tests.soak.memory import MIB, TURN_OVERHEAD_BYTES, MemoryRow, MemorySample, judged
 from tests.soak.result import CallRow, SoakResult, lines, write
+from tests.soak.run import killed_on_trial
 
 FLAT = MemoryRow("gateway 0", 100, 109, 130, 110)
 GOOD = SoakResult(
@@ -81,3 +83,24 @@ def test_a_stream_without_an_end_is_not_whole() -> None:
     ):
         with pytest.raises(NotWhole):
             dialect.read(raw, True)
+
+
+@pytest.mark.parametrize(
+    ("killed_at", "told", "found"),
+    [
+        (100.0, 101.5, {"abc"}),
+        (100.0, 107.0, set()),  # it died of something else
+        (102.0, 101.5, set()),
+    ],
+)
+def test_a_request_is_excused_if_the_soak_killed_the_engine_where_it_was_tried(
+    killed_at: float, told: float, found: set[str]
+) -> None:
+    now = datetime.fromtimestamp(told)
+    at = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03}"
+    log = (
+        f"{at} WARNING gateway.fleet.suspects: engine-1 died while the request abc was tried there\n"
+        f"{at} WARNING gateway.fleet.suspects: engine-1 died while the request def was tried there\n"
+        f"{at} ERROR gateway.fleet.suspects: the request abc has killed two engines, and is refused\n"
+    )
+    assert killed_on_trial(log, [[], [killed_at], [told]]) == found

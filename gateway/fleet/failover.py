@@ -214,7 +214,8 @@ class Sampler:
     ) -> FleetServer:
         """The server for the next attempt. Raises KillsEngines if the request is guilty, and NoServer.
 
-        A suspect gets a server where it is tried alone. Its wait for others does not count as a retry's.
+        A suspect gets a server where no other is tried, and that lives: it has no part in an earlier death.
+        Its wait for others does not count as a retry's.
         """
         suspects = self.fleet.suspects
         while True:
@@ -226,7 +227,11 @@ class Sampler:
                 return server
             began = clock.monotonic()
             if await case.begin(server.id):
-                return server
+                if case.trial is None or await self._lives(server):
+                    return server
+                await case.end()
+                self._note_failure(server, unreachable=True)
+                case.waited_s += PROBE_S
             if server.freed is not None:
                 server.freed(server)  # another call may have the place
             asked = asked._replace(avoid=server.id)
@@ -236,11 +241,13 @@ class Sampler:
         """Whether the fault was the end of the engine's process, and nobody had told it to end."""
         if fault.reason not in ENDED or server.state == "draining":
             return False
-        url = f"{server.registration.engine_url}/ping"
-        if not await self.engine.responds(url, PROBE_S):
+        if not await self._lives(server):
             return True
         await clock.sleep(ENDS_WITHIN_S)  # a process that ends may lose one connection before it loses all
-        return not await self.engine.responds(url, PROBE_S)
+        return not await self._lives(server)
+
+    async def _lives(self, server: FleetServer) -> bool:
+        return await self.engine.responds(f"{server.registration.engine_url}/ping", PROBE_S)
 
     async def _attempt(
         self,
@@ -299,8 +306,11 @@ class Sampler:
         if fault.reason in ("stalled", "nonsense"):
             self._begin_abort(server.registration.engine_url, answer.rid)  # not awaited: it may hang, too
         if fault.reason not in HARMLESS and not closed_in_pool:
-            server.breaker.failed(unreachable=fault.reason == "refused")
-            self.metrics.breakers.labels(server.id).set(server.breaker.state != "closed")
+            self._note_failure(server, unreachable=fault.reason == "refused")
+
+    def _note_failure(self, server: FleetServer, *, unreachable: bool) -> None:
+        server.breaker.failed(unreachable=unreachable)
+        self.metrics.breakers.labels(server.id).set(server.breaker.state != "closed")
 
     async def _back_off(
         self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, retries: RetryState

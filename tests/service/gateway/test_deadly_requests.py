@@ -192,3 +192,15 @@ def test_a_deadly_request_is_refused_although_a_call_beside_it_has_no_end(
     with staged(own_backends, tokenizer, fuse=0, beside=young, stop_at=3) as scene:
         refused(scene.gateways[0].post("/v1/chat/completions", CHAT, headers=of(0)))
         assert scene.die(2)
+
+
+def test_a_suspect_is_not_refused_because_an_engine_had_died_before_it_was_tried_there(
+    own_backends: Backends, tokenizer: Tokenizer
+) -> None:
+    """The second gateway does not know yet that three more engines are gone."""
+    sessions = [session_of(0), session_of(0, 1)]
+    with staged(own_backends, tokenizer, fuse=0, beside=sessions, poll_every_s=3600.0) as scene:
+        for engine in scene.made[1:4]:
+            engine.gone = True
+        scene.engines[0].kill()
+        assert scene.die(1)

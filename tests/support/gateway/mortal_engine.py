@@ -9,8 +9,10 @@ from threading import Event
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from gateway.language.tokenizer_files import tokenizer_of
@@ -39,10 +41,20 @@ class MortalEngine(FakeEngine):
         self.holds = False
         """Whether it has other prompts wait before their first token."""
         self.held = 0
+        self.gone = False
+        """Whether it breaks answers off and does not live, as while its process ends."""
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/ping", self.ping), *super().app().router.routes])
+
+    async def ping(self, _: Request) -> Response:
+        return Response(status_code=502 if self.gone else 200)
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()  # Starlette keeps it, so what is changed here is what `super` reads
         body["sampling_params"]["stream_interval"] = 1
+        if self.gone:
+            return StreamingResponse(self._cut_off(b""), media_type="text/event-stream")
         poisoned = POISON in self.tokenizer.decode(body["input_ids"])
         self.interruptions.append(Interruption(self.fuse, "reset") if poisoned else None)
         return await super().generate(request)

@@ -227,9 +227,14 @@ class Sampler:
                 return server
             began = clock.monotonic()
             if await case.begin(server.id):
-                if case.trial is None or await self._lives(server):
+                lives = False
+                try:
+                    lives = case.trial is None or await self._lives(server)
+                finally:
+                    if not lives:
+                        await case.end()
+                if lives:
                     return server
-                await case.end()
                 self._note_failure(server, unreachable=True)
                 case.waited_s += PROBE_S
             if server.freed is not None:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -57,15 +57,16 @@ class MortalEngine(FakeEngine):
             return StreamingResponse(self._cut_off(b""), media_type="text/event-stream")
         poisoned = POISON in self.tokenizer.decode(body["input_ids"])
         self.interruptions.append(Interruption(self.fuse, "reset") if poisoned else None)
-        return await super().generate(request)
+        response = await super().generate(request)
+        if self.holds and not poisoned and isinstance(response, StreamingResponse):
+            self.held += 1
+            response.body_iterator = self.later(response.body_iterator)
+        return response
 
-    async def _events(
-        self, body: dict[str, Any], ids: list[int], said: int, interruption: Interruption | None
-    ) -> AsyncIterator[bytes]:
-        self.held += self.holds and interruption is None
-        while self.holds and interruption is None:  # noqa: ASYNC110 - the test runs in another thread
+    async def later(self, answer: AsyncIterable[Any]) -> AsyncIterator[Any]:
+        while self.holds:  # noqa: ASYNC110 - the test that ends it runs in another thread
             await asyncio.sleep(0.005)  # until the test lets the answers begin
-        async for event in super()._events(body, ids, said, interruption):
+        async for event in answer:
             yield event
 
     def _last_words(self, interruption: Interruption, end: int, ids: list[int]) -> bytes:

@@ -214,8 +214,8 @@ class Sampler:
     ) -> FleetServer:
         """The server for the next attempt. Raises KillsEngines if the request is guilty, and NoServer.
 
-        A suspect gets a server where no other is tried, and that lives: it has no part in an earlier death.
-        Its wait for others does not count as a retry's.
+        A suspect gets a server where no other is tried. It is on trial only if the engine lives: it has no
+        part in an earlier death. Its wait for others does not count as a retry's.
         """
         suspects = self.fleet.suspects
         while True:
@@ -233,10 +233,7 @@ class Sampler:
                 finally:
                     if not lives:
                         await case.end()
-                if lives:
-                    return server
-                self._note_failure(server, unreachable=True)
-                case.waited_s += PROBE_S
+                return server
             if server.freed is not None:
                 server.freed(server)  # another call may have the place
             asked = asked._replace(avoid=server.id)
@@ -311,11 +308,8 @@ class Sampler:
         if fault.reason in ("stalled", "nonsense"):
             self._begin_abort(server.registration.engine_url, answer.rid)  # not awaited: it may hang, too
         if fault.reason not in HARMLESS and not closed_in_pool:
-            self._note_failure(server, unreachable=fault.reason == "refused")
-
-    def _note_failure(self, server: FleetServer, *, unreachable: bool) -> None:
-        server.breaker.failed(unreachable=unreachable)
-        self.metrics.breakers.labels(server.id).set(server.breaker.state != "closed")
+            server.breaker.failed(unreachable=fault.reason == "refused")
+            self.metrics.breakers.labels(server.id).set(server.breaker.state != "closed")
 
     async def _back_off(
         self, fault: EngineFault, answer: PartialAnswer, server: FleetServer, retries: RetryState

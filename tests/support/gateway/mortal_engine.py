@@ -42,18 +42,22 @@ class MortalEngine(FakeEngine):
         """Whether it has other prompts wait before their first token."""
         self.held = 0
         self.gone = False
-        """Whether it breaks answers off and does not live, as while its process ends."""
+        """Whether it breaks an answer off and does not live when it is asked after that. Then it is back."""
+        self.broken_off = 0
 
     def app(self) -> Starlette:
         return Starlette(routes=[Route("/ping", self.ping), *super().app().router.routes])
 
     async def ping(self, _: Request) -> Response:
-        return Response(status_code=502 if self.gone else 200)
+        status = 502 if self.gone else 200
+        self.gone = self.gone and not self.broken_off
+        return Response(status_code=status)
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()  # Starlette keeps it, so what is changed here is what `super` reads
         body["sampling_params"]["stream_interval"] = 1
         if self.gone:
+            self.broken_off += 1
             return StreamingResponse(self._cut_off(b""), media_type="text/event-stream")
         poisoned = POISON in self.tokenizer.decode(body["input_ids"])
         self.interruptions.append(Interruption(self.fuse, "reset") if poisoned else None)

@@ -125,6 +125,7 @@ class PythonProcesses:
 
     async def _run(self, given: bytes, limit_s: float) -> PythonResult:
         with tempfile.TemporaryDirectory(prefix="weir-grader-", ignore_cleanup_errors=True) as directory:
+            began = clock.monotonic()
             try:
                 process = await self._start(directory, limit_s)
             except OSError as error:  # no such interpreter, or no memory for a process
@@ -138,7 +139,10 @@ class PythonProcesses:
                 return PythonResult(ended="timeout")
             finally:
                 await _end(process)
-        return _result_of(answer, process.returncode)
+        result = _result_of(answer, process.returncode)
+        if result.ended == "killed" and clock.monotonic() - began > limit_s:
+            return PythonResult(ended="timeout")  # this process was late, and the limit of CPU time was not
+        return result
 
     async def _start(self, directory: str, limit_s: float) -> Process:
         limits = {

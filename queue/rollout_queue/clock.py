@@ -114,6 +114,7 @@ class _Timeout:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
+        del self._timer  # it refers to this: memory of a call would wait for the garbage collector
         await self._limit.__aexit__(kind, error, trace)
 
     def _end(self) -> None:

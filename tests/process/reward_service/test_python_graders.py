@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -79,6 +80,13 @@ async def test_what_the_source_does_wrong_is_its_error(source: str, error: str) 
 async def test_a_process_without_an_answer_is_ended(source: str, ended: str) -> None:
     found = await graded(source + "\n" + returning("1.0"), timeout_s=1 if ended == "timeout" else 30)
     assert found == PythonResult(ended=ended)
+
+
+async def test_a_grader_that_used_its_cpu_time_while_the_service_stood_still_has_timed_out() -> None:
+    grading = asyncio.create_task(graded("while True: pass", timeout_s=1))
+    await asyncio.sleep(0.5)  # it has the source, and runs
+    time.sleep(4)  # noqa: ASYNC251 - the event loop stands still, so it is the kernel that ends the process
+    assert await grading == PythonResult(ended="timeout")
 
 
 async def test_an_interpreter_that_does_not_start_is_no_fault_of_the_source() -> None:

@@ -73,8 +73,8 @@ class SharedWait:
 
 
 WRITTEN_FOR = "8.1.0"
-"""The version of redis-py whose private attributes are used here. Before you name another one, read how it
-writes, reads and parses (`Connection._writer`, `._reader`, `._parser._reader`), and run tests/queue."""
+"""The version of redis-py whose private parts are used here and by `PatientParser`. Before you name another,
+read `Connection._writer`, `._reader`, `_AsyncHiredisParser`, and run tests/service/queue."""
 READ_BYTES = 2**16
 LAST_LOOK_S = 0.1
 """How long what has arrived is read, before a connection is given up."""

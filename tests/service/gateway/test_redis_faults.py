@@ -142,7 +142,8 @@ def test_a_redis_that_is_full_is_told_by_the_probe_and_as_a_warning(
     told = alone.get("/ready").json()["error"]
     assert told["type"] == "storage_unavailable"
     assert "Redis is full" in told["message"]
-    assert told["message"] in warnings_of(alone)
+    in_warnings = {re.sub(r"\d+%", "N%", each) for each in warnings_of(alone)}  # the memory used has moved on
+    assert re.sub(r"\d+%", "N%", told["message"]) in in_warnings
     redis.client.delete("ballast")
     wait_until(lambda: alone.get("/ready").status_code == 200)
 

@@ -179,7 +179,7 @@ def test_the_fake_engine_gives_up_as_the_real_one(system: System, tokenizer: Any
     body = {
         "rid": "given-up",
         "input_ids": tokenizer.encode("hello there").ids,
-        "sampling_params": {"max_new_tokens": 1000, "stream_interval": 1, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": 3500, "stream_interval": 1, "ignore_eos": True},
         "return_logprob": True,
         "top_logprobs_num": 0,
         "stream": True,

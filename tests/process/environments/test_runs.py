@@ -334,7 +334,7 @@ async def test_a_run_says_that_the_training_is_paused_or_went_back(running: RunT
     with redis_at(redis_url.removesuffix("0") + "5") as redis:
         redis.hset(key_names.TRAINER, mapping=report)
     model = f"{running.url}/v1/models"
-    await asyncio.to_thread(wait_until, lambda: httpx.get(model).json()["data"][0].get("notice"))
+    await asyncio.to_thread(wait_until, lambda: httpx.get(model, timeout=120).json()["data"][0].get("notice"))
     lines: list[str] = []
     settings = running.settings("Double", group_size=2, episodes=2)
     summary = await play_run(settings, running.place, lines.append)
@@ -399,7 +399,7 @@ async def said_by(url: str, waits_s: float) -> str:
         (503, 20.0, 10**6, 15),
         (503, 400.0, 10**6, 1),
         (500, 400.0, 1, 2),
-        (502, 99.0, 10**6, 5),
+        (502, 85.0, 10**6, 5),
         (409, 1.0, 10**6, 1),
         (400, 1.0, 10**6, 1),
     ],
@@ -530,7 +530,8 @@ async def test_a_version_that_is_served_no_more_ends_the_run_which_can_go_on_lat
     assert not running.sessions(verdict="failed")
     assert not running.sessions(state="open")
     running.engine.version, running.engine.answer = "0", lambda prompt: "5"
-    await wait_until_async(lambda: httpx.get(f"{running.url}/v1/models/policy@0").status_code == 200)
+    served = f"{running.url}/v1/models/policy@0"
+    await wait_until_async(lambda: httpx.get(served, timeout=120).status_code == 200)
     summary = await running.play(toy, concurrency=2, resume=True, **given)
     assert summary["by_status"]["completed"] == 8
 

@@ -255,7 +255,8 @@ def test_a_gateway_killed_in_mid_stream_leaves_no_half_turn(
         body = {"messages": history, "stream": True}
         headers = {"authorization": f"Bearer {session['api_key']}"}
         heard = b""
-        with httpx.stream("POST", gateway.url + path_of(session), json=body, headers=headers) as stream:
+        given: dict[str, Any] = {"json": body, "headers": headers, "timeout": 300}
+        with httpx.stream("POST", gateway.url + path_of(session), **given) as stream:
             assert stream.status_code == 200
             pieces = stream.iter_bytes()
             while b'"content":"an' not in heard:
@@ -304,8 +305,13 @@ def test_a_turn_that_a_gateway_told_as_failed_before_it_ended_is_not_trained(
     try:
         waits = {"redis_wait_replicas": 1, "redis_wait_timeout_s": 1.0}
         with Processes(backends, tmp_path).gateway(**waits) as (process, gateway):
-            session = gateway.session()
-            assert gateway.chat("stored", session=session).status_code == 200
+
+            def stored() -> dict[str, Any] | None:
+                """A session with a turn that the replica has confirmed; it may be late."""
+                opened = gateway.session()
+                return opened if gateway.chat("stored", session=opened).status_code == 200 else None
+
+            session = wait_until(stored) or {}
             replica.process.send_signal(signal.SIGSTOP)
             failed = gateway.chat("not confirmed", session=session)
             assert (failed.status_code, failed.json()["error"]["type"]) == (503, "storage_unavailable")

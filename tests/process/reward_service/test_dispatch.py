@@ -69,6 +69,7 @@ def test_the_first_rule_that_matches_rewards_a_session(gateway: RunningGateway) 
     with rewarding(gateway, *rules) as rewards:
         for name, session_id in matches.items():
             assert reward_of(gateway, session_id)["key"] == name
+            wait_for(rewards, name, "rewarded")
         two_more_readings(rewards)
         status = rewards.get("/status").json()
         assert (status["waiting"], status["remembered"]) == (dict.fromkeys(matches, 0), 0)
@@ -254,6 +255,7 @@ def test_a_judge_reads_the_episode_and_its_own_session_is_graded_by_nobody(gatew
     rule = {"name": "kind", "kind": "judge", "rubric": "The answer is {{item.answer}}.", "backoff_s": 0.02}
     with rewarding(gateway, rule) as rewards:
         assert reward_of(gateway, session_id)["value"] == 0.75
+        wait_for(rewards, "kind", "rewarded")
         two_more_readings(rewards)
         assert outcomes(rewards, "kind", "rewarded") == 1
     rows = gateway.get("/sessions", key=ADMIN_KEY).json()["data"]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from threading import Event
 from typing import Any
 
 import openai
@@ -17,6 +18,8 @@ from tests.support.reward_service.graders import CHECK, LABEL, MULTI, PYTHON, SC
 from tests.support.reward_service.running import CLIENT_KEY, RunningRewards, reward_service
 from tests.support.reward_service.scripted_judge import ScriptedOpenAi, ScriptedReply
 from tests.support.serving import serving
+from tests.support.turned_clock import TurnedClock
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,7 @@ def test_a_models_failure_is_an_error_of_the_grader() -> None:
     assert flags[1]["model_grader_parse_error"] is flags[2]["model_grader_refusal_error"] is True
 
 
-def test_a_model_that_is_too_busy_is_asked_again_until_the_time_is_over() -> None:
+def test_a_model_that_is_too_busy_is_asked_again_until_the_time_is_over(turned: TurnedClock) -> None:
     answer = ScriptedReply('{"steps": [], "result": 0.75}')
     replies = [ScriptedReply(status=429), ScriptedReply(status=503), answer]
     with (
@@ -137,12 +140,17 @@ def test_a_model_that_is_too_busy_is_asked_again_until_the_time_is_over() -> Non
         reward_service(judge={"base_url": url}) as rewards,
     ):
         assert rewards.run(SCORE, "x", item={"answer": "big"}).json()["reward"] == 0.75
+    busy = ScriptedOpenAi(lambda _: ScriptedReply(status=429))
     with (
-        serving(ScriptedOpenAi(lambda _: ScriptedReply(status=429))) as url,
-        reward_service(judge={"base_url": url, "timeout_s": 2}) as rewards,
+        serving(busy) as url,
+        reward_service(judge={"base_url": url}) as rewards,
+        ThreadPoolExecutor(1) as pool,
     ):
-        errors = rewards.run(SCORE, "x", item={"answer": "big"}).json()["metadata"]["errors"]
-    assert errors["model_grader_server_error_details"] == "no answer within 2.0 s: HTTP 429: overloaded"
+        run = pool.submit(rewards.run, SCORE, "x", item={"answer": "big"})
+        wait_until(lambda: len(busy.bodies) > 1)  # the first answer was heard
+        turned.turn(120)
+        errors = run.result().json()["metadata"]["errors"]
+    assert errors["model_grader_server_error_details"] == "no answer within 120.0 s: HTTP 429: overloaded"
 
 
 def test_by_default_the_gateways_model_grades_in_a_session_that_is_never_trained(
@@ -273,13 +281,19 @@ def test_a_run_ends_in_time() -> None:
 
 
 def test_only_so_many_requests_are_graded_and_wait() -> None:
-    endless = {"type": "python", "source": "def grade(sample, item):\n    while True: pass"}
-    limits = {"run_timeout_s": 2, "runs": 1, "waiting": 0}
-    with reward_service(limits=limits) as rewards, ThreadPoolExecutor(3) as pool:
-        replies = list(pool.map(lambda _: rewards.run(endless, "x"), range(3)))
-    assert sorted(reply.status_code for reply in replies) == [200, 429, 429]
-    refused = next(reply for reply in replies if reply.status_code == 429)
-    assert refused.headers["retry-after"] == "1"
+    answers, item, limits = Event(), {"answer": "x"}, {"runs": 1, "waiting": 0}
+    model = ScriptedOpenAi(lambda _: ScriptedReply(str(float(answers.wait(300)))))
+    with (
+        serving(model) as url,
+        reward_service(judge={"base_url": url}, limits=limits) as rewards,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first = pool.submit(rewards.run, SCORE, "x", item=item)
+        wait_until(lambda: model.bodies)
+        refused = [rewards.run(SCORE, "x", item=item) for _ in range(2)]
+        answers.set()
+        assert first.result().json()["reward"] == 1.0
+    assert [(each.status_code, each.headers["retry-after"]) for each in refused] == [(429, "1")] * 2
 
 
 def test_metrics_count_what_ran(rewards: RunningRewards) -> None:

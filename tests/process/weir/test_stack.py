@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from rollout_queue import clock
 from rollout_queue.protocol.gateway_messages import QueueReport, ServingShape
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from tests.support.long_cases import cases
 from tests.support.system_status import server_shape, system_status
 from tests.support.turned_clock import TurnedClock
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.support.weir.commands import weir
 from weir import status
 from weir.errors import ServiceDied, StackError
@@ -147,25 +148,23 @@ raise SystemExit(3)
 
 
 def test_the_table_of_processes_is_read_seldom_and_once_for_all_services(
-    settings: StackSettings,
-    fake_service: FakeService,
-    turned: TurnedClock,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: StackSettings, fake_service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[float] = []
 
     def noted(attributes: list[str]) -> Iterator[psutil.Process]:
-        read.append(turned.monotonic())
+        read.append(clock.monotonic())
         return process_iter(attributes)
 
     process_iter = psutil.process_iter
     with Stack(settings, [fake_service(name) for name in ("redis", "gateway", "trainer_service")]) as stack:
         stack.wait_ready()
         monkeypatch.setattr(psutil, "process_iter", noted)
-        supervisor = Supervisor(stack)
-        for _ in range(120):  # a minute
-            turned.turn(WATCH_EVERY_S)
-            supervisor.check()
+        with clock.using(stopped := TurnedClock(stopped=True)):
+            supervisor = Supervisor(stack)
+            for _ in range(120):  # a minute
+                stopped.turn(WATCH_EVERY_S)
+                supervisor.check()
         monkeypatch.undo()
     assert len(read) == 12
 
@@ -247,7 +246,7 @@ def test_a_service_that_dies_is_started_again_without_its_orphans(
         wait_until(is_back)
         stack.wait_ready()
         assert process.pid != first
-        assert not psutil.pid_exists(orphan)
+        assert not alive(orphan)
         assert written(settings).services["rollout_server"].restarts == 1
 
 
@@ -322,11 +321,13 @@ def test_down_stops_what_a_killed_parent_left(
         StackError, match="services of an earlier run still run: redis, gateway; stop them with `weir down"
     ):
         Stack(settings, [fake_service("gateway")]).start()
-    said = stack_control.stop(settings.run_dir, timeout_s=5)
+    said = stack_control.stop(settings.run_dir, timeout_s=PATIENCE_S)
     assert "no longer runs" in said[0]
     assert [sentence.split()[0] for sentence in said[1:]] == ["gateway", "redis"]
     assert notes.read_text().split() == ["gateway", "redis"]
-    assert stack_control.stop(settings.run_dir, timeout_s=5) == [f"no services run in {settings.run_dir}"]
+    assert stack_control.stop(settings.run_dir, timeout_s=PATIENCE_S) == [
+        f"no services run in {settings.run_dir}"
+    ]
     stack.stop()
 
 
@@ -347,9 +348,12 @@ def test_status_tells_ready_from_unready_from_down(
     with Stack(settings, services) as stack:
         wait_until(lambda: "gate is shut" in stack.waiting_for())
         found = written(settings)
-        wait_until(lambda: status.rows_of(found, None)[0].state == "ready")
-        _, unready = status.rows_of(found, None)
-        assert (unready.state, unready.detail) == ("not ready", "the gate is shut")
+
+        def told() -> bool:
+            ready, unready = status.rows_of(found, None)
+            return (ready.state, unready.state, unready.detail) == ("ready", "not ready", "the gate is shut")
+
+        wait_until(told)
     assert [row.state for row in status.rows_of(found, None)] == ["down", "down"]
 
 

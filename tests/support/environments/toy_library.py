@@ -32,6 +32,8 @@ class ToyLibrary:
     async def play(self, how: str) -> str:
         if how == "raise":
             raise ValueError("the sandbox is gone")
+        if how in ("hang", "hang outside Python", "spin"):
+            self._note("hangs")
         if how == "hang":
             time.sleep(1000)  # noqa: ASYNC251  # until it is interrupted
         if how == "hang in a task":

@@ -128,9 +128,12 @@ class PushSystem(Fleet):
         return dict(self.results(self.newest).get(f"r{index}", {}))
 
     def server_in(self, *states: str) -> int:
-        """Wait until a server is in one of these states in the newest push; return its index."""
+        """Wait until a server is in one of these states in the newest push; return its index. If a push ended
+        while this process stood still, another one follows."""
 
         def found() -> list[str]:
+            if self.served(self.newest):
+                self.publish()
             results = self.results(self.newest)
             return [name for name in sorted(results) if results[name]["state"] in states]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.serving import free_port
+from tests.support.waiting import PATIENCE_S
 from weir.stack.service_process import Service, http_ready
 from weir.stack.settings import StackSettings
 
@@ -45,4 +46,4 @@ def fake_service(notes: Path) -> FakeService:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> StackSettings:
-    return StackSettings(run_dir=tmp_path / "run", start_timeout_s=60, stop_timeout_s=5)
+    return StackSettings(run_dir=tmp_path / "run", start_timeout_s=PATIENCE_S, stop_timeout_s=PATIENCE_S)

@@ -108,7 +108,7 @@ def test_the_training_goes_on_while_another_rank_writes_slowly(
     (slow.run / SLOW).touch()
     told = pair.begin(slow)
     wait_until(lambda: saved_step(slow.run) == 2)
-    assert (slow.run / WRITING).exists()
+    wait_until((slow.run / WRITING).exists)
     assert not version_of(slow.policies, 1).exists()
     (slow.run / SLOW).unlink()
     pair.end(told)

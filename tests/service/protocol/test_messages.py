@@ -194,7 +194,8 @@ def test_a_registration_and_the_servers_status_reach_the_gateway(services: Servi
 def test_a_registration_that_the_gateway_would_refuse_is_not_sent(services: Services) -> None:
     assert services.register(public_url="rollout:8100") == (None, False)
     body = {"id": "rollout-0", "url": "rollout:8100", "engine_url": "http://engine"}
-    refused = httpx.post(f"{services.gateway_url}/admin/rollout_servers", json=body, headers=HEADERS)
+    url = f"{services.gateway_url}/admin/rollout_servers"
+    refused = httpx.post(url, json=body, headers=HEADERS, timeout=300)
     detail = ErrorReply.read(refused.content).error
     assert (refused.status_code, detail.type, detail.param) == (400, "invalid_request_error", "url")
 

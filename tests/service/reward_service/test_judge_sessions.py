@@ -50,7 +50,7 @@ async def test_a_call_that_is_out_of_time_does_not_wait_for_the_end_of_its_sessi
     await gateway.asked.wait()
     call.cancel()
     await gateway.ending.wait()
-    await wait_until_async(call.done, 5.0)
+    await wait_until_async(call.done)
     gateway.ends.set()
     await judge.close()
     assert len(gateway.ended) == 1
@@ -62,7 +62,7 @@ async def test_an_answer_does_not_wait_for_the_end_of_its_session(
     gateway.answers.set()
     call = asyncio.create_task(judge.ask(CALL))
     await gateway.ending.wait()
-    await wait_until_async(call.done, 5.0)
+    await wait_until_async(call.done)
     assert call.result().text == "0.5"
     gateway.ends.set()
     await judge.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.rollout_server.harness import Harness, make_harness
+from tests.support.rollout_server.harness import Harness, hastened, make_harness
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until_async
 
@@ -82,11 +82,12 @@ async def test_a_release_waits_until_the_engine_is_idle(shared: Harness) -> None
 
 
 async def test_an_engine_that_does_not_become_idle_is_killed_and_starts_after_the_step(
-    tmp_path: Path,
+    turned: TurnedClock, tmp_path: Path
 ) -> None:
-    async with make_harness(tmp_path, memory="shared", control_timeout_s=0.05).started() as harness:
+    async with make_harness(tmp_path, memory="shared").started() as harness:
         harness.engine.busy_pauses = 10**9
-        assert (await release(harness)).status_code == 200, "a dead engine has no memory either"
+        released = await hastened(turned, release(harness, for_s=600.0))
+        assert released.status_code == 200, "a dead engine has no memory either"
         assert harness.engine.process is not None
         assert harness.engine.process.exited
         assert len(harness.engine.boots) == 1

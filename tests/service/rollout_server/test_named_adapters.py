@@ -83,10 +83,12 @@ async def test_an_adapter_that_does_not_come_in_time_is_given_up(tmp_path: Path)
 
 
 async def test_the_trial_of_an_adapter_may_wait_behind_the_calls_that_run(tmp_path: Path) -> None:
-    async with with_layers(tmp_path, lora=LORA, control_timeout_s=1, load_timeout_s=50).started() as harness:
+    async with with_layers(
+        tmp_path, lora=LORA, control_timeout_s=100, load_timeout_s=5000
+    ).started() as harness:
         (said,) = await want(harness, 1, math=adapter(harness, 1).as_uri())
         assert said["ok"]
-        assert harness.engine.timeouts_s["/generate"] == 50
+        assert harness.engine.timeouts_s["/generate"] == 5000
 
 
 async def test_an_adapter_is_not_offered_if_its_base_is_replaced_while_it_is_tried(harness: Harness) -> None:

@@ -30,7 +30,7 @@ from trainer_service.storage.policy_store import PolicyStore
 SHAPES = {"model.embed_tokens.weight": [512, 256], "model.norm.weight": [256], "lm_head.weight": [512, 256]}
 SIZE = 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 6.0
 """A busy machine still gets an answer of the store within it."""
 
 

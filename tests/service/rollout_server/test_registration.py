@@ -227,7 +227,7 @@ async def test_a_server_that_is_told_to_end_tells_the_gateway_and_lets_its_calls
 async def test_a_server_that_is_told_to_end_while_it_loads_lets_the_held_calls_go_on(
     turned: TurnedClock, tmp_path: Path
 ) -> None:
-    harness = make_harness(tmp_path, drain_timeout_s=5)
+    harness = make_harness(tmp_path, drain_timeout_s=PATIENCE_S)
     async with harness.started():
         harness.engine.load_gate.clear()
         loading = asyncio.create_task(harness.reload(1, harness.policy(1)))

@@ -157,7 +157,7 @@ def test_heads_are_bounded(client: TestClient) -> None:
     head = {"host": "trainer:8200", "x": "y" * 70_000}
     with HttpThread(client.app, "127.0.0.1", port):
         wait_until(lambda: listens(port))
-        assert httpx.get(f"http://127.0.0.1:{port}/live", headers=head).status_code == 431
+        assert httpx.get(f"http://127.0.0.1:{port}/live", headers=head, timeout=120).status_code == 431
 
 
 RETRY_S = 0.01
@@ -230,10 +230,7 @@ def test_of_two_trainers_that_wait_for_a_lease_one_ends(
 
     def begin() -> None:
         with suppress(SystemExit):
-            with (
-                redis_at(redis_url) as own,
-                keep_lease(Lease(own, 300.0), SharedState(), RETRY_S) as held,
-            ):
+            with redis_at(redis_url) as own, keep_lease(Lease(own, 300.0), SharedState(), RETRY_S) as held:
                 ends.append(held)
                 assert refused.wait(300)
             return

@@ -20,6 +20,7 @@ from tests.support.rollout_server.in_process import ServerThread, memory_sharing
 from tests.support.trainer_service.harness import Harness, MakeHarness
 from tests.support.trainer_service.memory_server import MemoryServer
 from tests.support.trainer_service.same_training import differs_by
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.heartbeat import Heartbeat, Stopped
 from trainer_service.shared_state import SharedState
@@ -317,9 +318,8 @@ def _forwarded(harness: Harness) -> Callable[[httpx.Request], httpx.Response]:
 
 
 def test_steps_with_a_real_rollout_server(
-    make_harness: MakeHarness, rollout_server: ServerThread, monkeypatch: pytest.MonkeyPatch
+    turned: TurnedClock, make_harness: MakeHarness, rollout_server: ServerThread
 ) -> None:
-    monkeypatch.setattr(device_memory, "LEASE_S", 2.0)
     harness = make_harness(memory="shared", shared_with=[rollout_server.url])
     harness.memory_server = _forwarded(harness)
     seen: list[bool] = []
@@ -344,6 +344,7 @@ def test_steps_with_a_real_rollout_server(
     with pytest.raises(OSError, match="the device is gone"):
         harness.trainer.run()
     assert rollout_server.status()["released"]
+    turned.turn(device_memory.LEASE_S)
     wait_until(lambda: rollout_server.status()["state"] == "ready")
     assert rollout_server.status()["restarts"] == 0
     assert "engine is dead" not in rollout_server.log.read_text()

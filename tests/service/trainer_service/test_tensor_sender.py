@@ -226,7 +226,7 @@ def test_both_sides_compute_the_same_fingerprint(tmp_path: Path, dtype: torch.dt
 
 def test_rollout_servers_ask_with_the_admin_key(sender: TensorSender, app: FastAPI) -> None:
     client = TestClient(app)
-    body = WISH.model_copy(update={"wait_s": 0.2}).model_dump()
+    body, hasty = WISH.model_dump(), WISH.model_copy(update={"wait_s": 0.2}).model_dump()
     assert client.post("/collective/1", json=body).status_code == 401
     client.headers["authorization"] = "Bearer admin"
     assert client.post("/collective/1", json=body).status_code == 410
@@ -234,7 +234,7 @@ def test_rollout_servers_ask_with_the_admin_key(sender: TensorSender, app: FastA
     sender.offer(1, DIGEST, tensors())
     assert client.get("/collective/1").json()["held"] is True
     joining = Joining.read(client.post("/collective/1", json=body).content)
-    assert client.post("/collective/1", json=body).status_code == 503, "the sender is busy"
+    assert client.post("/collective/1", json=hasty).status_code == 503, "the sender is busy"
     assert client.post("/collective/1", json={**body, "ranks": 0}).status_code == 400
     assert receive(joining)
     assert client.delete(f"/collective/{joining.group}").json() == {"ended": True}

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from redis import Redis
 from typer.testing import CliRunner
 
 from rollout_queue.contract.published_policy import MANIFEST, STABLE, PolicyRecord
@@ -29,6 +30,7 @@ from weir.backup import backup as backups
 from weir.backup import redis_copy
 from weir.backup.backup import BackupPlan, back_up
 from weir.backup.manifest import BackupBroken, BackupManifest
+from weir.backup.point import MARK
 from weir.backup.restore import RestoreTarget, restore
 from weir.errors import StackError
 
@@ -193,7 +195,7 @@ def test_backups_under_load_are_all_consistent(
     run: Place, place: Callable[[str], Place], tmp_path: Path
 ) -> None:
     """Agents and the trainer go on while three backups are made."""
-    over, told = threading.Event(), list[str]()
+    over, copying, told = threading.Event(), threading.Event(), list[str]()
 
     def agents() -> None:
         with redis_at(run.redis.url) as redis:
@@ -208,13 +210,25 @@ def test_backups_under_load_are_all_consistent(
                 for _ in range(20):
                     trainer.train()
                 trainer.checkpoint()
+                seen = looks(redis)
                 over.wait(0.3)  # so long a checkpoint of the smallest model is current
+                while copying.is_set() and looks(redis) in range(seen, seen + 20):  # longer on a busy machine
+                    over.wait(0.01)
+
+    def looks(redis: Redis) -> int:
+        mark: Any = redis.get(MARK) or b"mark-0-"
+        return int(mark.split(b"-")[1])
+
+    def say(sentence: str) -> None:
+        if sentence.startswith("Redis:"):  # its data were copied
+            copying.clear()
 
     heard: list[int] = []
     with meanwhile(over, agents, train):
         for number in range(3):
             heard.append(len(told))
-            back_up_to(tmp_path / f"backup{number}", run)
+            copying.set()
+            back_up(run.plan(), tmp_path / f"backup{number}", say)
     elsewhere = place("elsewhere")
     for number in range(3):
         restore_to(elsewhere, tmp_path / f"backup{number}", replace=number > 0)

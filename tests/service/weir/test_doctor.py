@@ -287,7 +287,8 @@ def test_keys_that_everybody_knows_are_found(tmp_path: Path, tiny_model: Path) -
 def test_a_redis_that_is_away_is_the_one_cause_that_is_named(tmp_path: Path, tiny_model: Path) -> None:
     with examined_system(tmp_path, tiny_model) as system:
         system.redis.kill()
-        wait_until(lambda: httpx.get(f"{system.gateway_url}/ready").status_code == 503)
+        ready = f"{system.gateway_url}/ready"
+        wait_until(lambda: httpx.get(ready, timeout=120).status_code == 503)
         found = system.examined()
     checks = {each.check for each in found}
     assert checks == {"redis_silent", "service_unready"}

@@ -33,10 +33,7 @@ TOOLS: dict[str, Any] = {
 URL = noise_url()
 SHOWN = {"url": URL, "image_url": URL, "data": URL.partition(",")[2], "signature": ""}
 """By the name of a field: an image in place of any text, and no signature, which only the gateway makes."""
-NEEDED: dict[str, dict[str, Any]] = {
-    "function_call_output": {"call_id": "x"},
-    "assistant": {"content": "x"},
-}
+NEEDED: dict[str, dict[str, Any]] = {"function_call_output": {"call_id": "x"}, "assistant": {"content": "x"}}
 """By an object's type or role: what its contract needs, though its type does not say so."""
 
 

@@ -11,11 +11,7 @@ WORLD = {"c": "7", "d": "3"}
 TOOL = {
     "name": "get",
     "description": "Gets the value of a key.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"key": {"type": "string"}},
-        "required": ["key"],
-    },
+    "input_schema": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
 }
 MODEL = "claude-sonnet-4-5"
 

@@ -13,11 +13,7 @@ TOOL = {
     "function": {
         "name": "get",
         "description": "Gets the value of a key.",
-        "parameters": {
-            "type": "object",
-            "properties": {"key": {"type": "string"}},
-            "required": ["key"],
-        },
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
     },
 }
 

@@ -131,9 +131,6 @@ def test_from_an_agent_to_a_model_of_ones_own(day: Day) -> None:
 
     day.variables |= {"WEIR_MODEL_PATH": "mine", "WEIR_STACK__RUN_DIR": "run2"}
     day.weir("up")
-    said = day.python(
-        "five_lines.py",
-        (examples / "five_lines.py").read_text(encoding="utf-8"),
-    )
+    said = day.python("five_lines.py", (examples / "five_lines.py").read_text(encoding="utf-8"))
     assert "'code': " in said
     assert "stopped" in day.weir("down")

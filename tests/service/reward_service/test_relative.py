@@ -14,11 +14,11 @@ from reward_service.judging import UnreadableVerdict
 from tests.support.gateway.running import ADMIN_KEY, RunningGateway
 from tests.support.reward_service.running import RunningRewards, reward_service
 from tests.support.reward_service.scripted_judge import ScriptedOpenAi, ScriptedReply
+from tests.support.reward_service.sessions import QUICK, READINGS, answered, group_of
 from tests.support.serving import serving
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
-QUICK = {"poll_every_s": 0.05, "backoff_limit_s": 0.1}
 TRANSCRIPTS = ["Sum 1 + 1.\nIt is two.", "Sum 1 + 1.\nIt is three.", "Sum 1 + 1.\nI do not know."]
 
 
@@ -115,20 +115,6 @@ def by_length(body: dict[str, Any]) -> ScriptedReply:
     return ScriptedReply(scores(*((part.split('"')[0], part.count("x") / 10) for part in parts)))
 
 
-def group_of(gateway: RunningGateway, *answers: str, **more: Any) -> list[str]:
-    """A group whose sessions gave these answers, and are finished."""
-    members = gateway.post("/groups", {"size": len(answers), **more}).json()["sessions"]
-    for member, answer in zip(members, answers, strict=True):
-        answered(gateway, member["session_id"], answer)
-    return [member["session_id"] for member in members]
-
-
-def answered(gateway: RunningGateway, session_id: str, answer: str, status: str = "completed") -> None:
-    gateway.engine.script.append(answer)
-    assert gateway.chat("question", f"/sessions/{session_id}/v1/chat/completions").status_code == 200
-    gateway.post(f"/sessions/{session_id}/finish", {"status": status})
-
-
 def rewards_of(gateway: RunningGateway, session_id: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = gateway.get(f"/sessions/{session_id}", key=ADMIN_KEY).json()["rewards"]
     return found
@@ -163,8 +149,7 @@ def test_a_group_waits_for_its_open_sessions_but_not_until_it_expires(
     answered(gateway, first, "x")
     answered(gateway, second, "xx", "failed")
     with judging(gateway, model) as rewards:
-        name = 'weir_rewards_list_readings_total{outcome="read"}'
-        wait_until(lambda: rewards.metric(name) >= 4)
+        wait_until(lambda: rewards.metric(READINGS) >= 4)
         assert model.bodies == []
         answered(gateway, third, "xxx")
         assert wait_until(lambda: rewards_of(gateway, third))[0]["value"] == 0.3

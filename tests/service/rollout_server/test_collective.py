@@ -60,13 +60,7 @@ async def test_the_engine_receives_while_paused_and_is_proved(pair: Pair) -> Non
     assert (answer.status_code, answer.json()["fallback"]) == (200, None), answer.text
     assert answer.json()["paused_s"] > 0
     assert answer.json()["seconds"]["fetch"] > 0
-    assert engine.calls == [
-        "/server_info",
-        "/pause_generation",
-        *RECEIVING,
-        *PROOF,
-        "/continue_generation",
-    ]
+    assert engine.calls == ["/server_info", "/pause_generation", *RECEIVING, *PROOF, "/continue_generation"]
     assert pair.trainer.calls == [("POST", "/collective/1"), ("DELETE", f"/collective/{GROUP}")]
     assert pair.trainer.keys == {"Bearer key"}
     joined = engine.bodies[0]

@@ -334,10 +334,7 @@ FAULTS: dict[str, tuple[list[Change], str, bool]] = {
     "no weights": ([lambda path: (path / WEIGHTS).unlink()], "no .safetensors file", BOTH),
     "no config": ([lambda path: (path / "config.json").unlink()], "config.json: cannot be read", BOTH),
     "quantized": (
-        [
-            adding({QWEIGHT: torch.ones(2, dtype=torch.int32)}),
-            configured(quantization_config={"bits": 4}),
-        ],
+        [adding({QWEIGHT: torch.ones(2, dtype=torch.int32)}), configured(quantization_config={"bits": 4})],
         QWEIGHT,
         BOTH,
     ),

@@ -402,13 +402,7 @@ def test_weights_that_were_not_finite_before_the_step_end_no_group(harness: Harn
 
 @pytest.mark.parametrize(
     ("bad", "expected"),
-    [
-        ([], []),
-        ([{3}], [3]),
-        ([{0}, {6}], [0, 6]),
-        ([{1, 2}], [1, 2]),
-        ([{0, 6}], [0, 1, 2, 3, 4, 5, 6]),
-    ],
+    [([], []), ([{3}], [3]), ([{0}, {6}], [0, 6]), ([{1, 2}], [1, 2]), ([{0, 6}], [0, 1, 2, 3, 4, 5, 6])],
 )
 def test_non_finite_groups_are_found_by_bisection(bad: Sequence[set[int]], expected: list[int]) -> None:
     """If two groups spoil a batch only together, the groups between them are blamed, too."""

@@ -394,14 +394,7 @@ def test_every_session_waits_or_has_exactly_one_verdict(
     """Each round some groups arrive, of one to three sessions whose rewards differ or not; then comes a step
     if there is one."""
     algorithm = AlgorithmSettings.model_validate(
-        {
-            "min_live_rows": rows,
-            "max_rows": rows,
-            "max_staleness": 2,
-            "group_wait_s": 1e12,
-            **choice,
-            **more,
-        }
+        {"min_live_rows": rows, "max_rows": rows, "max_staleness": 2, "group_wait_s": 1e12, **choice, **more}
     )
     stream = CountingStream()
     intake = Intake(

@@ -427,11 +427,7 @@ class TopTeacher:
 def test_the_policy_takes_over_the_teachers_distribution(make_harness: MakeHarness) -> None:
     top = [[float(np.log(p)), token, None] for p, token in ((0.6, 40), (0.3, 41), (0.05, 42))]
     algorithm = FORWARD_KL | {"min_live_rows": 1, "max_staleness": 100}
-    harness = make_harness(
-        algorithm=algorithm,
-        teacher=TEACHER,
-        optimizer={"lr": 5e-2, "warmup_steps": 0},
-    )
+    harness = make_harness(algorithm=algorithm, teacher=TEACHER, optimizer={"lr": 5e-2, "warmup_steps": 0})
     harness.teacher = teacher = TopTeacher(top)
     harness.start()
     losses = []

@@ -23,11 +23,7 @@ QUICK: dict[str, Any] = {"poll_every_s": 0.05, "settle_s": 0.1, "group_size": 2}
 def sums(count: int, **more: Any) -> list[dict[str, Any]]:
     """Rows that ask for the double of a number."""
     return [
-        {
-            "messages": [{"role": "user", "content": f"double of {number}?"}],
-            "answer": str(2 * number),
-            **more,
-        }
+        {"messages": [{"role": "user", "content": f"double of {number}?"}], "answer": str(2 * number), **more}
         for number in range(count)
     ]
 

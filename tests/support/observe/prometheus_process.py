@@ -38,10 +38,7 @@ def prometheus(root: Path, urls: Mapping[str, Sequence[str]]) -> Iterator[Promet
         {"job_name": job, "static_configs": [{"targets": [url.removeprefix("http://") for url in found]}]}
         for job, found in urls.items()
     ]
-    configuration = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "scrape_configs": jobs,
-    }
+    configuration = {"global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "scrape_configs": jobs}
     file, port = root / "prometheus.yml", free_port()
     file.write_text(yaml.safe_dump(configuration), encoding="utf-8")
     command = [

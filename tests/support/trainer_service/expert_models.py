@@ -24,12 +24,7 @@ GROUPS = {"n_group": 1, "topk_group": 1, "v_head_dim": 8, "first_k_dense_replace
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"moe_intermediate_size": 8, "num_experts": 4},
     "Mixtral": {"num_local_experts": 4},
-    "DeepseekV3": {
-        "moe_intermediate_size": 8,
-        "n_routed_experts": 4,
-        **GROUPS,
-        **LATENT,
-    },
+    "DeepseekV3": {"moe_intermediate_size": 8, "n_routed_experts": 4, **GROUPS, **LATENT},
     "Glm4Moe": {"moe_intermediate_size": 8, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "GptOss": {"num_local_experts": 4},
 }

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rollout_server.engine.command import (
-    SHIM,
-    cpu_kv_tokens,
-    engine_command,
-    engine_environment,
-)
+from rollout_server.engine.command import SHIM, cpu_kv_tokens, engine_command, engine_environment
 from rollout_server.registration import addresses
 from rollout_server.settings import RolloutServerSettings
 

@@ -116,7 +116,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """The players that never learn."""
     tools: tuple[dict[str, Any], ...] = ()
     task_count: int | None = None
-    """None if there is no end of tasks."""
+    """None if the tasks have no end."""
 
 
 class Environment(Protocol):

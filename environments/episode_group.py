@@ -62,7 +62,7 @@ class EpisodeGroup:
         """Open all sessions before one can fail, because the trainer waits for every session of a group.
 
         Who is cancelled meanwhile waits for the answers: the gateway may open a session whose answer nobody
-        hears. Raises GatewayFault.
+        reads. Raises GatewayFault.
         """
         size = len(self.members)
         for member in self.members:

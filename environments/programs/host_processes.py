@@ -37,7 +37,7 @@ def end_with_parent() -> None:
 
 
 def outlive_parent() -> None:
-    """Who hears of the parent's end by another way has time to end what it has started."""
+    """A process that learns of its parent's end in another way has time to end what it has started."""
     LIBC.prctl(PR_SET_PDEATHSIG, 0)
 
 

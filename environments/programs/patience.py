@@ -46,7 +46,7 @@ def patient_client(waits_s: float, now: Callable[[], float], answer_s: float, **
 
     from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient
 
-    async def asks(request: Any) -> None:
+    async def before_request(request: Any) -> None:
         call = calls.get()
         if call is None or request.headers.get(ATTEMPT, "0") == "0":
             calls.set(ModelCall(now()))
@@ -57,7 +57,7 @@ def patient_client(waits_s: float, now: Callable[[], float], answer_s: float, **
             raise APIConnectionError(message=message, request=request)
         call.refused = False
 
-    async def hears(response: Any) -> None:
+    async def after_response(response: Any) -> None:
         call, status = calls.get(), response.status_code
         if call is None or status < 400:
             return
@@ -67,7 +67,7 @@ def patient_client(waits_s: float, now: Callable[[], float], answer_s: float, **
         if not passes(status) or now() + wished_s(response) > call.waits_since + waits_s:
             response.headers[SHOULD_RETRY] = "false"
 
-    http = DefaultAsyncHttpxClient(event_hooks={"request": [asks], "response": [hears]})
+    http = DefaultAsyncHttpxClient(event_hooks={"request": [before_request], "response": [after_response]})
     return AsyncOpenAI(http_client=http, max_retries=ATTEMPTS, timeout=answer_s, **given)
 
 

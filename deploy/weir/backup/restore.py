@@ -1,4 +1,4 @@
-"""`weir restore`: writes a backup into an empty place: another run directory, other ports, another host.
+"""`weir restore`: writes a backup into an empty place.
 
 verify every file ─▶ is the target empty? ─▶ versions, checkpoint ─▶ keys of Redis ─▶ CURRENT, schema
 

@@ -72,7 +72,6 @@ QUESTIONS = 1024
 """Enough tasks to see nearly every sum of two digits."""
 TARGET = 0.85
 JUDGED = 0.5
-"""At least this is the reward in the evaluation after the training."""
 MOST_S = 300.0
 
 

@@ -28,7 +28,6 @@ NAME = "smollm2"
 NEEDED_BYTES = 2**30
 TARGET = 0.85
 JUDGED = 0.6
-"""At least this is the reward in the evaluation after the training."""
 MOST_S = 900.0
 JUDGED_ON = 64
 SERVICES: dict[str, dict[str, Any]] = {

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 async def gather(targets: Targets) -> DeploymentFacts:
-    """Everything that the checks look at. Each service may hang twice, each time for `patience_s`."""
+    """Ask all services. Each may hang twice, each time for `patience_s`."""
     patience_s = targets.patience_s
     machine = asyncio.ensure_future(_examined(targets))
     headers = bearer(targets.admin_key)

@@ -13,7 +13,7 @@ from gateway.app import create_app
 from gateway.callers.api_keys import ApiKeys, WrongKeyFile, configured_keys
 from gateway.settings import GatewaySettings
 from rollout_queue.http.callers import refuse_open_binding
-from rollout_queue.http.http_server import LAST_WORDS_S, serve
+from rollout_queue.http.http_server import ENDED_WITHIN_S, serve
 from rollout_queue.http.worker_processes import Worker, bound_sockets, end_with_parent, run_workers
 from rollout_queue.starting import begin, begin_tracing, command_line, one_sentence
 
@@ -60,7 +60,7 @@ def run_gateways(settings: GatewaySettings) -> int:
         own = ["--worker", str(worker.number), "--sockets", str(worker.folder)]
         return [sys.executable, "-m", "gateway", *own]
 
-    stop_within_s = settings.leave_s + settings.drain_timeout_s + LAST_WORDS_S + KILLED_AFTER_S
+    stop_within_s = settings.leave_s + settings.drain_timeout_s + ENDED_WITHIN_S + KILLED_AFTER_S
     with one_sentence(f"cannot listen on {settings.host}:{settings.port}", OSError):
         return run_workers(settings.workers, settings.host, settings.port, command, stop_within_s)
 

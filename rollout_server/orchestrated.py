@@ -175,8 +175,8 @@ class OrchestratedEngine:
         return version
 
     async def load_adapter(self, name: str, directory: str) -> int:
-        """Publish the adapter in the directory as a policy of its own. Returns its version: the number in the
-        directory's name. Raises ReloadError."""
+        """Publish the adapter in the directory as a policy of its own. Returns its version, the `number_of`
+        the directory. Raises ReloadError."""
         if self._settings.gateway_url is None:
             raise NotServed("an adapter is called through the gateway, and this server has none")
         if self._engine.held:

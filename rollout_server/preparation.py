@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Seconds(msgspec.Struct):
-    """How long the parts of a reload took."""
+    """The `ReloadSeconds` of a reload so far."""
 
     fetch: float = 0.0
     verify: float = 0.0

@@ -233,10 +233,7 @@ class Reloader:
         return seconds
 
     async def prepare(self, wanted: WantedPolicy, seconds: Seconds | None = None) -> LocalPolicy:
-        """Fetch and verify the files of `wanted`, without the engine. Files that are here are verified again.
-
-        Raises ReloadError.
-        """
+        """Fetch and verify the files of `wanted`, without the engine. Raises ReloadError."""
         if wanted.name is None:
             self._received.make_way(wanted)
         return await self._preparation.prepare(wanted, seconds or Seconds())
@@ -251,7 +248,6 @@ class Reloader:
         await self._loader.load(self.waits or self._engine.policy, Seconds())
 
     async def close(self) -> None:
-        """End what runs in the background."""
         await self._received.close()
 
     async def _wait_for_memory(self, wanted: WantedPolicy, force: bool) -> None:

@@ -273,7 +273,7 @@ class RolloutServer:
 
 
 def build_server(settings: RolloutServerSettings, device: Device, weights_dir: Path) -> RolloutServer:
-    """A server whose engine is SGLang, as a child process. No other server may use `weights_dir`."""
+    """A server whose engine is SGLang, as a child process."""
 
     async def start(policy: LocalPolicy) -> EngineProcess:
         if port_in_use(settings.engine_host, settings.engine_port):

@@ -22,7 +22,7 @@ from rollout_queue.http.callers import bearer
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.json_routes import JsonRoute
 from rollout_queue.protocol.conditions import ConditionFacts, trainer_missing, trainer_silent
-from rollout_queue.protocol.gateway_messages import LARGEST
+from rollout_queue.protocol.message import LARGEST
 from rollout_queue.protocol.trainer_messages import (
     MOST_BUCKETS,
     MOST_METRIC_NAMES,

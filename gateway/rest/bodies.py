@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, model_validator
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.dialects.fields import check_metadata
 from gateway.edge.errors import api_error
@@ -19,6 +19,7 @@ from gateway.edge.request import JSON, BodyBudget, ClientDisconnected, HeldBody,
 from gateway.errors import GatewayError
 from gateway.rest.access import admission_in, caller_in, operator_in
 from rollout_queue.foreign_json import check_values
+from rollout_queue.http.body_limit import WITHOUT_BODY, replayed
 from rollout_queue.http.errors import ApiError
 from rollout_queue.http.json_routes import JsonRoute
 
@@ -45,9 +46,7 @@ class RestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, given: Any) -> Any:
-        if (
-            isinstance(given, dict) and len(given) > MOST_FIELDS
-        ):  # each unknown one would be an error of its own
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:  # each unknown one would be its own error
             raise ValueError(f"it has more than {MOST_FIELDS} fields")
         return given
 
@@ -63,10 +62,6 @@ def _storable(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
 
 StoredMetadata = Annotated[dict[str, Any], AfterValidator(_storable)]
 """What a client notes of what it makes, within `MAX_METADATA_BYTES`."""
-
-
-WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods whose bodies no route reads. Some of their routes need no key."""
 
 
 PROTOBUF = "application/x-protobuf"
@@ -114,14 +109,4 @@ class JsonBodies:
                 pass
             else:
                 scope.setdefault("state", {}).update(caller=caller, held=held)
-                await self._app(scope, _replayed(body, receive), send)
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The route's `receive`: the body as one message, then the client's further messages."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_again() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return receive_again
+                await self._app(scope, replayed(body, receive), send)

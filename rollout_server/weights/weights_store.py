@@ -89,9 +89,7 @@ class WeightsStore:
     """The directories that the engine loads from, one for each version and content."""
 
     def __init__(self, directory: Path, model_path: Path, lora: EngineLoraSettings | None = None) -> None:
-        """`lora`: the adapters that the engine takes; None if it takes none.
-
-        Raises BrokenWeights, OSError."""
+        """Raises BrokenWeights, OSError."""
         self._directory = directory
         self._model_path = model_path
         self.expected = ExpectedModel.of(model_path, lora)

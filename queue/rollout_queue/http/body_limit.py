@@ -163,7 +163,7 @@ class BodyLimit:
             except ApiError as error:
                 await error.response()(scope, receive, send)
                 return
-            await self._app(scope, _replayed(body, receive), send)
+            await self._app(scope, replayed(body, receive), send)
 
     @contextmanager
     def _counted(self) -> Iterator[Grow]:
@@ -184,7 +184,7 @@ class BodyLimit:
             self._held -= size
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def replayed(body: bytes, receive: Receive) -> Receive:
     """The route's `receive`: the body as one message, then the client's further messages."""
     given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

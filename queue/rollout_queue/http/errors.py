@@ -48,7 +48,7 @@ FINAL = (409, 410)
 
 
 class ApiError(Exception):
-    """An answer that is an error. `type` follows from the status unless it is given."""
+    """Makes an ErrorReply the answer. `type` follows from the status unless it is given."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ Leave = Callable[[], Awaitable[None]]
 """What a service does after SIGTERM, before it stops listening."""
 NOT_STARTED = 3
 """The exit code of a service that could not start."""
-LAST_WORDS_S = 5.0
+ENDED_WITHIN_S = 5.0
 """How long requests may still take after `end_requests`; then they are cancelled."""
 CLOSED_WITHIN_S = 1.0
 """How long connections may still take after that; then they are cut."""
@@ -178,7 +178,7 @@ class _Server(uvicorn.Server):
             self._cancel()
             return
         self._end_requests()
-        clock.call_later(LAST_WORDS_S, self._cancel)
+        clock.call_later(ENDED_WITHIN_S, self._cancel)
 
     def _cancel(self) -> None:
         if tasks := self.server_state.tasks:

@@ -1,9 +1,8 @@
 """Routes of FastAPI that count the values of a JSON body before they decode it (`foreign_json`).
 
-So no body keeps the process from its other requests, whatever is in it.
-
-Large bodies are received in small pieces; long work is done in a thread, one by one. Owners, such as client
-keys, take turns: much work of one delays no other.
+So no body keeps the process from its other requests, whatever is in it. Large bodies are received in small
+pieces; long work is done in a thread, one by one. Owners, such as client keys, take turns: much work of one
+delays no other.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from rollout_queue.protocol.message import Id, ModelCheck, ServiceMessage
+from rollout_queue.protocol.message import LARGEST, Id, ModelCheck, ServiceMessage
 from rollout_queue.protocol.rollout_server_messages import AdapterShape, WantedAdapters
 from rollout_queue.protocol.trainer_messages import TrainerReport
 
@@ -118,10 +118,6 @@ class Pins(ServiceMessage):
 
     data: tuple[PinShape, ...]
     next_cursor: str | None = None
-
-
-LARGEST = 2**53
-"""Every JSON reader represents whole numbers below this one exactly."""
 
 
 class PolicyBody(ServiceMessage):

@@ -47,6 +47,8 @@ def first_fault(error: ValidationError) -> str:
 
 
 QUOTED_CHARACTERS = 200
+LARGEST = 2**53
+"""Every JSON reader represents whole numbers below this one exactly."""
 
 
 class ErrorDetail(ServiceMessage):

@@ -28,7 +28,7 @@ from typing import Literal
 import msgspec
 from pydantic import ConfigDict, Field
 
-from rollout_queue.protocol.message import ServiceMessage
+from rollout_queue.protocol.message import LARGEST, ServiceMessage
 
 
 class ReloadBody(ServiceMessage):
@@ -100,8 +100,6 @@ class Aborted(ServiceMessage):
 
 
 ADAPTER_NAME = r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}$"
-LARGEST = 2**53
-"""Every JSON reader represents whole numbers below this one exactly."""
 LARGEST_ASKED = 2**31
 """Callers name lower versions than this one, so later versions of the same name do not reach LARGEST."""
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from rollout_queue.contract.packed_tokens import TokenIds
-from rollout_queue.http.http_server import LAST_WORDS_S
+from rollout_queue.http.http_server import ENDED_WITHIN_S
 from rollout_queue.redis import key_names
 from tests.support.gateway.background import read, start
 from tests.support.gateway.calls import RETRY, Call
@@ -196,7 +196,7 @@ def newest_log(processes: Processes) -> str:
     return max(processes.logs.iterdir(), key=lambda each: each.stat().st_ctime).read_text()
 
 
-@pytest.mark.parametrize("stands_still_s", [0, DRAIN_S + LAST_WORDS_S + 1], ids=["runs", "stands still"])
+@pytest.mark.parametrize("stands_still_s", [0, DRAIN_S + ENDED_WITHIN_S + 1], ids=["runs", "stands still"])
 def test_answers_beyond_the_drain_end_with_an_error(
     processes: Processes, engine: GatedEngine, survivor: RunningGateway, stands_still_s: float
 ) -> None:

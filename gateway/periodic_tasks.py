@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from gateway.callers.api_keys import configured_keys
 from gateway.cancellation import cancel_and_wait
 from gateway.fleet.silence import WATCH_EVERY_S
-from gateway.generations.conversation import clear_prompt_cache
+from gateway.generations.conversation import FIRST_PROMPTS
 from gateway.generations.digests import clear_digest_cache
 from gateway.parts import GatewayParts
 from gateway.settings import GatewaySettings
@@ -82,7 +82,7 @@ async def keep_sessions_open(gateway: GatewayParts) -> None:
 
 
 async def expire_sessions(gateway: GatewayParts) -> None:
-    """Close sessions whose deadline has passed, and that have no outcome or no reward."""
+    """Close all overdue sessions, batch by batch."""
     try:
         while await gateway.writer.expire(clock.now(), EXPIRE_BATCH) == EXPIRE_BATCH:
             pass
@@ -167,9 +167,9 @@ async def apply_retention(gateway: GatewayParts) -> None:
 
 async def drop_text_caches(gateway: GatewayParts) -> None:
     """Drop every cached text of a conversation."""
-    gateway.renderer.clear_caches()
+    gateway.renderer.tokenizer.clear_caches()
     gateway.images.clear()
-    clear_prompt_cache()
+    FIRST_PROMPTS.clear()
     clear_digest_cache()
 
 

@@ -5,11 +5,10 @@ every other path ──▶ FastAPI's application with the REST routes
 
 It is bare ASGI, because FastAPI would cost time for every streamed token.
 
-Slows down whoever tries keys: a wrong key beyond the limits gets a late 429 in place of a 401.
-
-The key is checked first. So a caller with a valid key is never refused because somebody else guesses, also
-behind a proxy, where all have one address. A guess costs time on a connection, and connections are bounded
-(`gateway.connections`). Each process counts for itself.
+It also slows down whoever tries keys: a wrong key beyond the limits gets a late 429 in place of a 401. A
+valid key is never refused because somebody else guesses, also behind a proxy, where all callers have one
+address. A guess costs time on a connection, and connections are bounded (`gateway.connections`). Each process
+counts for itself.
 """
 
 import ipaddress

@@ -2,7 +2,7 @@
 
 request ──▶ caller ──▶ parsed request ──▶ session ──▶ generations ──▶ recorded turns ──▶ reply
 
-`/v1/messages/count_tokens`: how many tokens the prompt of a request has.
+TokenCount serves `/v1/messages/count_tokens`: how many tokens the prompt of a request has.
 """
 
 import asyncio
@@ -115,10 +115,10 @@ class Exchange:
         )
         request.release()
         if not head.stored:
-            if parsed.stream or parsed.background is not None:
-                await gateway.resolver.open(head, request.caller)
+            if parsed.stream or parsed.background is not None:  # the reply names it before its first turn
+                await gateway.sessions.open(head.spec, request.caller)
             else:
-                await gateway.resolver.check_storage()
+                await gateway.writer.ping()  # before an engine works for an answer that could not be stored
         if parsed.background is not None:
             body = await self.answers.start(gateway, parsed.background, generations[0], request.held)
             call.answer_with(body, reply_headers(generations))

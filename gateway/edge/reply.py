@@ -15,7 +15,7 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.counters import CLIENT_LEFT, CallFigures
-from gateway.dialects.fields import ignored_header
+from gateway.dialects.fields import MOST_HEADER_CHARS, ignored_header
 from gateway.generations.generation import Generation
 from gateway.language.deltas import AnswerStream, BegunAnswerStream, RawTextStream, StoppedStream
 from gateway.parts import GatewayParts
@@ -31,7 +31,7 @@ LINE_ENDS = (
 
 
 def one_line(encoded: bytes) -> bytes:
-    """Lines of JSON, or events of it, with those characters escaped."""
+    """Lines of JSON, or events of it, with the characters of LINE_ENDS escaped."""
     if encoded.isascii():
         return encoded
     for raw, escaped in LINE_ENDS:
@@ -189,8 +189,6 @@ def _encoded(headers: Headers) -> list[tuple[bytes, bytes]]:
 
 NEAR = 0.8
 """The share of the trainer's bound of a row from which on replies have the header `x-weir-row-tokens`."""
-MAX_HEADER_CHARS = 2048
-"""aiohttp refuses a header over 8 KiB, Node headers over 16 KiB in total."""
 
 
 Stream = AnswerStream | RawTextStream | BegunAnswerStream | StoppedStream
@@ -240,7 +238,7 @@ def reply_headers(generations: Sequence[Generation]) -> dict[str, str]:
 def _header_json(parameters: Mapping[str, Any]) -> str:
     """The parameters as JSON. A long `logit_bias` becomes null, because clients refuse long headers."""
     text = msgspec.json.encode(parameters).decode()
-    if len(text) <= MAX_HEADER_CHARS:
+    if len(text) <= MOST_HEADER_CHARS:
         return text
     return msgspec.json.encode({**parameters, "logit_bias": None}).decode()
 

@@ -1,10 +1,7 @@
 """Reads a request: its headers, and its whole body, which must be of one media type and within limits.
 
-Ends the writing to a client that has disconnected.
-
-Reads the images of a call before its session is found, since they tell conversations apart, too.
-
-The limits are checked before, and so is a session that the call names.
+DisconnectWatch ends the work for a client that has left. The images of a call are read before its session is
+found, since they tell conversations apart, too; its limits and a session that it names are checked before.
 """
 
 import asyncio

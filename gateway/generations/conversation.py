@@ -5,14 +5,12 @@ messages ──digests──▶ the turn that they continue ──bridge──�
                                                                             they begin
 
 To bridge keeps the turn's tokens as they were sampled, and encodes only the new messages. To render encodes
-the whole conversation again.
-
-Finds the parent of a prompt in its session's tree, and the reason if the prompt extends no turn.
+the whole conversation again. If the prompt extends no turn, a `Reason` says why.
 
 root ─ a ─ b        A prompt that begins with all tokens of root and a, but not with those of b, becomes a
      └ c            child of a. So the tokens that branches share are stored once.
 
-Finds the parent of a prompt of `/v1/completions`, which has no messages, by its token ids.
+A prompt of `/v1/completions` has no messages: its token ids alone tell its parent.
 """
 
 import hashlib
@@ -163,7 +161,7 @@ class Prompt(msgspec.Struct, frozen=True):
     relation: Relation
     """`rerendered`: the call continues a turn, but the template changes the tokens of its conversation."""
     reason: str | None
-    """One of `branches.Reason`; None if the call is the first of its session, or extends its parent."""
+    """A `Reason`; None if the call is the first of its session, or extends its parent."""
     context_ids: TokenIds
     """The ids after the parent's last token; the whole prompt if there is no parent."""
     prompt_ids: TokenIds
@@ -236,11 +234,6 @@ def locate(
         relation, reason = "rerendered", "template_rewrites_history"
     context_ids = TokenIds(prompt_ids[known:])
     return Prompt(parent, relation, reason, context_ids, prompt_ids, digests[-1], images=images)
-
-
-def clear_prompt_cache() -> None:
-    """Empty the cache of first prompts, because their sessions may have been deleted."""
-    FIRST_PROMPTS.clear()
 
 
 def _first_prompt(renderer: ChatRenderer, encoded: bytes, today: str) -> Prompt:

@@ -1,6 +1,6 @@
 """One generation, for any dialect: its call, its position in the session, and what was sampled so far.
 
-Finds the policy that must answer a call.
+A call, or its session, may name the policy that must answer:
 
 policy             any version that the fleet serves
 policy@12          version 12
@@ -136,7 +136,6 @@ class Call(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     """No token ends the answer."""
     cache_salt: str | None = None
-    """Calls with different salts share no cached prefixes."""
     experts_from: int | None = None
     """The position of the first token whose routed experts the reply has; None if it has none."""
     stream: bool = False

@@ -2,7 +2,7 @@
 
 call ──begin──▶ parent, prompt, sampling ──sample──▶ chunks …
 
-Decides the sampling parameters of an answer, and records both those requested and those used.
+`decide` chooses the sampling parameters of an answer; both those requested and those used are recorded.
 
 The engine's logprobs are of softmax(logits / temperature), before top-p and top-k. They are exact for the
 sampled distribution only if nothing but a temperature above 0 changes it. So mode `exact` takes this

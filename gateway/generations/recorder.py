@@ -2,9 +2,8 @@
 
 generation ──parse──▶ answer ──▶ turn ──append──▶ Redis ──▶ the dialect writes the end of the reply
 
-Counts the tokens of an answer's thought, for `usage`.
-
-What the spans of one generation say, by the conventions `gen_ai.*` and our own `rl.*`. No text of it.
+It also counts the tokens of an answer's thought, for `usage`, and says what the spans of a generation show,
+by the conventions `gen_ai.*` and our own `rl.*`: no text of it.
 """
 
 import asyncio

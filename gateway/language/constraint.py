@@ -86,7 +86,7 @@ class Constraint:
 
     kind: ConstraintKind = ""
     structural_tag: str | None = None
-    """The grammar, as JSON; None if the answer is not constrained."""
+    """The grammar, as JSON; None without one."""
     left_out: tuple[str, ...] = ()
     """Keywords of a schema that the grammar does not enforce, because they cost too much."""
 

@@ -150,7 +150,6 @@ class RawTextStream:
         self._last: list[int] = []
 
     def feed(self, ids: list[int]) -> list[Delta]:
-        """The deltas that these ids add."""
         ids = self._last + ids
         # A stop token is not part of the text.
         count = len(ids) - (bool(ids) and ids[-1] in self._stop_ids)
@@ -159,7 +158,6 @@ class RawTextStream:
         return _texts("", self._content.release())
 
     def finish(self, answer: ParsedAnswer) -> list[Delta]:
-        """The part of the final answer that was not sent yet."""
         return _texts("", self._content.rest(answer.content))
 
 
@@ -210,11 +208,10 @@ class BegunAnswerStream:
         self.feed(list(begun_ids))
 
     def feed(self, ids: list[int]) -> list[Delta]:
-        """The deltas that these ids add."""
         return self._after_beginning(self._whole.feed(ids))
 
     def finish(self, answer: ParsedAnswer) -> list[Delta]:
-        """The part of the final answer that was not sent yet. `final` lacks the beginning."""
+        """`answer` lacks the beginning."""
         whole = ParsedAnswer(self._text + answer.content, answer.reasoning, answer.tool_calls)
         return self._after_beginning(self._whole.finish(whole))
 
@@ -263,7 +260,6 @@ class StoppedStream:
         self._held_text = ""
 
     def feed(self, ids: list[int]) -> list[Delta]:
-        """The deltas that these ids add."""
         for token_id in ids:
             text = self._text.add(token_id)
             self._held.append((token_id, len(text)))
@@ -271,7 +267,6 @@ class StoppedStream:
         return self._answer.feed(self._safe())
 
     def finish(self, answer: ParsedAnswer) -> list[Delta]:
-        """The part of the final answer that was not sent yet."""
         return self._answer.finish(answer)
 
     def _safe(self) -> list[int]:

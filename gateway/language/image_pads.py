@@ -3,14 +3,12 @@
 one pad each ──expanded──▶ as many pads as the image has tokens ──placed──▶ the span of each image
                                                                 ──collapsed──▶ one pad each again
 
-The rule by which a model's processor turns an image into tokens, from the files beside its weights.
+Vision is the rule by which a model's processor turns an image into tokens, from the files beside its weights:
 
 width, height ──size──▶ multiples of a token's side ──grid──▶ patches ──pads──▶ how many tokens
 
 The gateway resizes images to such a size itself. Two processors resize differently, and would give the engine
 and the trainer other pixels.
-
-Lets a renderer of the library write one pad for each image, whatever its size.
 """
 
 import json
@@ -201,7 +199,8 @@ def collapsed(ids: list[int], images: Sequence[TurnImage]) -> list[int]:
 
 
 class OnePadTemplate:
-    """The same renderer, for messages with images. For more pads, it would need the model's processor."""
+    """Lets a renderer of the library write one pad for each image: for more, it would need the model's
+    processor."""
 
     def __init__(self, template: Any) -> None:
         self._template = template
@@ -210,10 +209,8 @@ class OnePadTemplate:
         return getattr(self._template, name)
 
     def render_ids(self, messages: Sequence[Any], **options: Any) -> list[int]:
-        """As the renderer's own."""
         rendered: list[int] = self._template.render(messages, process_multimodal=False, **options).token_ids
         return rendered
 
     def bridge_to_next_turn(self, *arguments: Any, **options: Any) -> Any:
-        """As the renderer's own."""
         return self._template.bridge_to_next_turn(*arguments, process_multimodal=False, **options)

@@ -1,10 +1,10 @@
-"""Makes the answer that an agent reads of what the library's parser finds in the sampled ids.
+"""Makes the answer that an agent reads from what the library's parser finds in the sampled ids.
 
 calls that can be read     ──▶ tool calls, with the arguments as they were sampled
 calls that cannot be read  ──▶ content, as they were sampled, marks included
 what the parser fails at   ──▶ content, with all that follows it
 
-Asks the library's template what new messages add after a sampled answer.
+`extension` asks the library's template what new messages add after a sampled answer.
 """
 
 import json

@@ -4,13 +4,13 @@ Only the renderer's parser knows the grammar of its chat template. So a probe, a
 writes, is appended to the ids so far, and they are parsed. The next token belongs to the region where the
 parser finds the probe.
 
-Turns token ids into text that can be streamed: text is sent only once no later token can change it.
+Text is streamed only once no later token can change it:
 
 token ids ──IncrementalDetokenizer──▶ whole characters ──StreamedText──▶ text that is safe to send
 
 Incomplete characters, the possible beginning of a stop string or of a tag, and trailing space are held back.
 
-Reads answers that have no markup, in a small part of the time that the renderer's parser takes.
+FastParser reads answers without markup, in a small part of the time that the renderer's parser takes.
 """
 
 from collections.abc import Sequence

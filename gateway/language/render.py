@@ -126,10 +126,6 @@ class ChatRenderer:
         """The local date, which some templates write into the prompt."""
         return time.strftime("%Y-%m-%d", time.localtime(clock.now()))
 
-    def clear_caches(self) -> None:
-        """Empty the caches."""
-        self.tokenizer.clear_caches()
-
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
         """The prompt of a whole conversation, up to where the assistant's answer begins."""
         if (today := self.today()) != self._made_on:  # the library reads the date when it makes a renderer

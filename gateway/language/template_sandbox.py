@@ -287,7 +287,7 @@ OWN_FILTERS: dict[str, Callable[..., Any]] = {
 MAX_WHOLE = 2**63
 """The largest factor of a product, so that no number has many digits."""
 MAX_PAIRS = 1000
-"""Of one dictionary that the template writes out: many keys may have the same hash."""
+"""Of one dictionary that the template writes out."""
 COMPARED: Final = "(compared)"
 SEARCHED: Final = "(searched)"
 """Filters that count what is about to be compared, or searched. No template can write these names."""

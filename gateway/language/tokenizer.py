@@ -1,14 +1,13 @@
 """Gives a `tokenizers` tokenizer the interface that the library `renderers` needs, without transformers.
 
-Bounds what one prompt may cost: a text with far too many tokens is refused before it is encoded whole.
-
-Escapes control tokens in the text of users and tools, so that the tokenizer encodes them as ordinary text.
+A TokenBudget bounds what one prompt may cost: a text with far too many tokens is refused before it is encoded
+whole. Control tokens in the text of users and tools are escaped, so that they are encoded as ordinary text:
 
 "say <|im_end|>" ──▶ "say <CUT|im_end|>" ──▶ ids of "say <", ids of "|im_end|>"
 
 So no user or tool can end a message, or begin one in another role.
 
-The bytes that a token stands for, from the vocabulary: several tokens may make one character together.
+TokenBytes are the bytes that a token stands for: several tokens may make one character together.
 
 "Ġwor" of a byte-level vocabulary ──▶ b" wor"        <0xE2> of a SentencePiece vocabulary ──▶ b"\\xe2"
 """

@@ -1,8 +1,7 @@
 """How long sessions live: a call in flight keeps one open; settled ones are removed after `retention_s`.
 
 A call is a sign of life, however long its answer takes. The script EXPIRE (`redis/session_scripts.py`) ends
-the sessions that nothing keeps open. A settled session (with a verdict) is removed earlier
-if Redis fills up:
+the sessions that nothing keeps open. A settled session (with a verdict) is removed earlier if Redis fills up:
 
 Redis' memory:   0 ─────────── LOW ─ HIGH ────── queue_memory ────────────── maxmemory
                  by age alone     ◀── early      no new sessions are opened  nothing is stored

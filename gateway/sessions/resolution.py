@@ -126,19 +126,9 @@ class SessionResolver:
         if caller.session_id is not None and not counted:  # counts for the client key that opened the session
             self._admission.check_call(head.spec.owner)
 
-    async def open(self, head: SessionHead, caller: Caller) -> None:
-        """Store a session that `resolve` did not store: a streamed reply names it before its first turn."""
-        await self._sessions.open(head.spec, caller)
-
-    async def check_storage(self) -> None:
-        """Raises StorageUnavailable, before an engine works for an answer that could not be stored."""
-        await self._writer.ping()
-
     async def _refusal(self, head: SessionHead) -> StateConflict | None:
-        """Why a session takes no call; None if it takes calls.
-
-        A session that seems expired is read again, because a cached head may lack a recent heartbeat.
-        """
+        """As `refusal_of`; a session that seems expired is read again, because a cached head may lack a
+        recent heartbeat."""
         refusal = refusal_of(head)
         if refusal is not None and head.state == "open":
             return refusal_of(await self._writer.load(head.spec.session_id) or head)
@@ -175,8 +165,8 @@ class SessionResolver:
     async def _new(self, caller: Caller) -> SessionHead:
         """A new session for a call that names none.
 
-        If open sessions are limited, it is stored at once. Otherwise `open` or its first turn stores it, so
-        that a refused call leaves no session behind.
+        If open sessions are limited, it is stored at once. Otherwise `Exchange` or its first turn stores it,
+        so that a refused call leaves no session behind.
         """
         spec = self._sessions.new_spec(caller, inferred=True, implicit=True)
         if self._admission.counts_sessions:
@@ -198,10 +188,8 @@ class SessionResolver:
 
 
 def _session_id(clues: SessionClues, caller: Caller) -> str | None:
-    """The session that the request names, or whose key it has; None if neither.
-
-    Raises InvalidRequest for a malformed id, NotPermitted for a session key with the id of another session.
-    """
+    """The session that the request names, or whose key it has; None if neither. Raises InvalidRequest and
+    NotPermitted as `resolve` does."""
     names = _names(clues)
     if caller.session_id is not None and not all(is_named(name, caller.session_id) for name in names):
         raise NotPermitted("the session key opens another session than the one named")

@@ -163,8 +163,7 @@ NOTHING: Final = float("nan")
 
 
 class DeploymentGauges:
-    """The state that all gateways share: Redis, the queue, the trainer's report, the last push. Values of
-    `nan` mean that nothing is known yet."""
+    """Redis, the queue, the trainer's report, the last push."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -104,7 +104,7 @@ class ApiKeys:
         key = self._by_owner.get(owner)
         return NO_LIMITS if key is None else key.limits
 
-    # KeyUse
+    # Use
 
     def note_use(self, key: ApiKey) -> None:
         """The present request has this key."""
@@ -265,7 +265,6 @@ class KeyChanges:
         self._keys, self._store = keys, store
 
     async def usage(self) -> Mapping[str, KeyUse]:
-        """What every key has used, by name."""
         return await self._store.usage()
 
     async def create(self, name: str, role: Role, limits: KeyLimits) -> NewSecret:

@@ -2,11 +2,10 @@
 
 body ──count──▶ few enough values ──msgspec──▶ a struct; unknown fields are noted or refused
 
-Fields that other servers or other paths take, and that would change the prompt or the answer.
-
-The table holds at every path, for fields which that path does not read. A field with a value that asks for
-nothing is accepted; with any other value the call is a 400, because its answer would not be the one that was
-asked for. It holds for other spellings of these names as well, such as `topP`.
+OTHERS are the fields that other servers or other paths take, and that would change the prompt or the answer.
+The table holds at every path, for fields which that path does not read, and for other spellings of their
+names, such as `topP`. A value that asks for nothing is accepted; any other is a 400, because the answer would
+not be the one that was asked for.
 """
 
 import re
@@ -233,7 +232,7 @@ encode = msgspec.json.Encoder().encode
 
 def decode_body(body: bytes, kind: type[T], context_length: int = 0) -> T:
     """The body as the struct `kind`. Raises InvalidRequest that names a wrong field, or an unread one whose
-    value asks for something (`fields.others`); also for a body with more values than a context holds."""
+    value asks for something (`OTHERS`); also for a body with more values than a context holds."""
     try:
         check_values(body, max(MOST_VALUES, context_length))
         decoded = _decode(body, kind)

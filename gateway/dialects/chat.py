@@ -1,7 +1,5 @@
-"""`/v1/chat/completions`: reads OpenAI's chat requests and writes their answers, whole or as a stream.
-
-Reads the messages, tools and thinking of OpenAI's chat requests, and refuses what is not served.
-"""
+"""`/v1/chat/completions`: reads OpenAI's chat requests, refuses what is not served, and writes the answers,
+whole or as a stream."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -56,7 +56,7 @@ class ChatRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     service_tier: Any = None
     store: Any = None
 
-    # Refused, unless they ask for nothing (`tables.CHAT`). `verbosity` may have any of `checks.VERBOSITIES`.
+    # Refused, unless they ask for nothing (`fields.CHAT`). `verbosity` may have any of `fields.VERBOSITIES`.
     audio: Any = None
     modalities: Any = None
     moderation: Any = None

@@ -2,16 +2,14 @@
 
 A field is accepted if the gateway serves it, or if it changes no token (`prompt_cache_key`). A field that
 would change the prompt, the sampling or the answer, and is not served, is accepted only with a value that
-asks for nothing. Any other field is unknown (`body_decoding.py`).
-
-What becomes of a field that the gateway does not know: the call is served and names it, or is refused.
+asks for nothing. Any other field is unknown (`body_decoding.py`): the call is served and names it, or is
+refused.
 
 with Reading(report=True) as ignored ── decode_body, check_fields ──▶ note_unknown("messages[1].mood")
 ignored.paths ──▶ the turn's `ignored_fields`, the header `x-weir-ignored-fields`, the metric
 
-The tables of fields: by request and by object, what is accepted, and what is refused and why.
-
-The fields of requests that are served are those of the requests' structs (`chat_wire.py` and its like).
+The tables say, by request and by object, what is accepted, and what is refused and why. The fields of
+requests that are served are those of the requests' structs (`chat_wire.py` and its like).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

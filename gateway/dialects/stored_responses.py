@@ -60,7 +60,7 @@ class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     told: JsonObject = {}
     """The response's other fields, as the client got them; without token ids, which the turn's record has."""
     shared_digest: bytes = b""
-    """Identifies the values of the fields in `SHARED`."""
+    """The `digest_of` the response."""
     shared_from: str = ""
     """The id of the earlier response that stores these fields; empty if `told` has them."""
 
@@ -354,8 +354,7 @@ class BackgroundResponse:
         return encode({**self._record.told, "output": []})
 
     async def renew(self) -> bool:
-        """Say that the answer is still being made. Returns False if it was cancelled, or was deleted, maybe
-        with its session."""
+        """Returns False if it was cancelled, or was deleted, maybe with its session."""
         names = [key_names.session(self._record.session_id), self._name]
         return bool(await RENEW.run(self._redis, names, [self._record.fingerprint, TTL_MS]))
 

@@ -63,7 +63,7 @@ class EngineClient:
         return EngineAnswer(response, EventStream(server_id, adapter and adapter.version, experts_from))
 
     async def whole(self, engine_url: str, body: GenerateBody) -> bytes:
-        """The whole reply to a request that does not stream. Raises RequestRefused and EngineFault."""
+        """The reply to a request that does not stream. Raises RequestRefused and EngineFault."""
         response = await self._post(engine_url, body)
         parts, size = [], 0
         try:

@@ -137,7 +137,7 @@ class Fleet:
         return server
 
     def adopt(self, plan: ServingPlan) -> None:
-        """From now on, servers with a version that this plan admits take the calls."""
+        """From now on, servers with a version that this plan admits take the calls, also those that wait."""
         if plan == self.plan:
             return
         self.rotation.set_plan(plan)
@@ -230,7 +230,7 @@ class Fleet:
         return any(other.able and lives(other) for other in self.rotation.replacements(allowed, server))
 
     def choose(self, session_id: str, allowed: AllowedVersions = ANY, avoid: str = "") -> FleetServer | None:
-        """The server that takes a call now, if any; the server `avoid` only if there is no other."""
+        """As `Rotation.choose`; the server `avoid` only if there is no other."""
         return self.rotation.choose(WantedServer(session_id, allowed, avoid))
 
     def has(self, version: int) -> bool:
@@ -282,7 +282,7 @@ class Fleet:
         server.breaker.succeeded()
         self.queue.serve()
 
-    def is_heard_again(self, server: FleetServer, life: Life) -> None:
+    def responds_again(self, server: FleetServer, life: Life) -> None:
         """A silent server has responded to a probe: if no other sign of life is missing, it gets a trial
         call."""
         server.silent.discard(life)

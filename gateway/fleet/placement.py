@@ -52,7 +52,6 @@ class WantedServer(NamedTuple):
     cached_version: int | None = None
     """The version with which it ended that turn."""
     owner: str = ""
-    """The client key for which the call counts."""
 
     def cached_by(self, server: FleetServer) -> bool:
         """Whether the server may have the prefix in its cache: a load empties it, and an adapter's prefixes
@@ -74,7 +73,6 @@ class Rotation:
         self._mean, self._mean_at = 0.0, float("-inf")
 
     def set_plan(self, plan: ServingPlan) -> None:
-        """From now on, servers with a version that this plan admits take the calls."""
         self.plan, self._admitted = plan, plan.versions
         self._pinned = frozenset(pin.server for pin in plan.pins)
 

@@ -41,7 +41,7 @@ class PromptScores(NamedTuple):
     top: Sequence[Sequence[tuple[float, int]]]
     """The likeliest tokens in its place, as (logprob, id); empty where they are not known."""
     candidates: Sequence[Sequence[float]]
-    """Nats, one for each candidate; empty where they are not known."""
+    """Nats, one for each candidate; empty as `top`."""
     cached_tokens: int
 
 

@@ -97,7 +97,7 @@ class SilenceWatch:
     def check(self) -> None:
         """Called every WATCH_EVERY_S."""
         now, servers = clock.monotonic(), self._fleet.answering
-        # While this process itself stood still, it could not hear anybody.
+        # While this process itself stood still, it could receive nothing.
         stood_still_s = max(0.0, now - self._checked_at - 2 * WATCH_EVERY_S)
         self._checked_at = now
         for sign in self._signs:
@@ -152,4 +152,4 @@ class SilenceWatch:
             server.signs[sign.life] = clock.monotonic()
             if sign.life in server.silent:
                 logger.warning("the %s of engine %s gives signs of life again", sign.life, server.id)
-                self._fleet.is_heard_again(server, sign.life)
+                self._fleet.responds_again(server, sign.life)

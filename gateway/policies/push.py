@@ -424,7 +424,7 @@ class PushDriver:
         if not parts and self._fleet.rollout_servers:
             return  # every server has its own version
         record = None if plan.target is None else await self._register.record(plan.target)
-        await self._write_notes()  # whoever hears that the push has ended reads what the servers did
+        await self._write_notes()  # whoever learns that the push has ended reads what the servers did
         if record is None or not plan.pushing:
             return
         order, no_servers = PushOrder.of(plan, record), not self._fleet.servers

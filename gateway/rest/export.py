@@ -4,11 +4,8 @@ Redis ─▶ archive, some hundred turns at a time ─▶ rows ─▶ JSONL, or 
 
 The formats `jsonl` and `parquet` have every turn in Weir's own rows. The others are for other trainers.
 
-Each batch of sessions is read after the client has received the rows of the batch before.
-
-Names each session and turn that other trainers do not get, with the reason.
-
-Reads all recorded sessions in order, a few at a time, for an export.
+Each batch of sessions is read after the client has received the rows of the batch before. `left_out` names
+each session and turn that other trainers do not get, with the reason.
 
 Sessions are ordered as in `weir:sessions`: by creation time, then by id. A deleted session keeps its
 position. So a position still says how far a reader has come after sessions were added, deleted or forgotten.

@@ -36,7 +36,7 @@ from rollout_queue.redis.availability import stored
 router = APIRouter(tags=["sessions"])
 
 MOST_LOOKED_AT = 5000
-"""How many sessions of all owners one request reads at most. It then returns those it found, and a cursor."""
+"""How many sessions of all owners one request reads at most."""
 LOOKED_AT_ONCE = 500
 """Between two pages of at most so many sessions, other calls have their turn."""
 MOST_ID = 200

@@ -238,7 +238,6 @@ def _trainable(head: SessionHead) -> list[Turn]:
 
 
 def session_row(head: SessionHead, caller: Caller, verdict: Verdict, model_name: str) -> SessionRow:
-    """A session in a list: sums over its turns in place of the turns."""
     sums = head.sums
     versions: VersionRange | None = None
     if sums.first_version is not None and sums.last_version is not None:
@@ -252,7 +251,6 @@ def session_row(head: SessionHead, caller: Caller, verdict: Verdict, model_name:
 
 
 def deleted_row(tombstone: Tombstone, caller: Caller) -> DeletedSessionRow:
-    """A deleted session in a list."""
     return {
         "session_id": caller.shown_id(tombstone),
         "created_at": tombstone.created_at,

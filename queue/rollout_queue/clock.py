@@ -6,7 +6,7 @@ The current clock is a context variable. Tasks inherit it, and so do functions t
 A thread that is started in another way has the machine's clock, unless it runs in a copy of the context.
 Whoever builds a service hands in another clock with `using`.
 
-A process may stand still: it is suspended, or gets no CPU. It hears nobody meanwhile, so that time counts in
+A process may stand still: it is suspended, or gets no CPU. It reads nothing meanwhile, so that time counts in
 no `timeout` and no `deadline`. What has arrived is read before either is over.
 """
 

@@ -3,7 +3,7 @@
 weights   an index? ─▶ the files that it names     none ─▶ model.safetensors, else model*.safetensors
 others    configuration, tokenizer, templates ─▶ copied     other weights, archives, code ─▶ left out
 
-Which tensors a file has, is read from its safetensors header:
+A file's safetensors header says which tensors it has:
 
 file = 8 bytes header length (little-endian) · JSON header {tensor: {dtype, shape, data_offsets}} · data
 """

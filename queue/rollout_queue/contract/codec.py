@@ -37,7 +37,7 @@ def decode(packed: bytes) -> Record:
 
 
 def decode_spec(packed: bytes) -> SessionSpec:
-    """The session in `packed`. Raises UnknownSchema for a newer schema, InvalidRecord for other bytes."""
+    """The session in `packed`. Raises as `decode`."""
     try:
         return _spec_decoder.decode(_body(packed))
     except msgspec.DecodeError as error:

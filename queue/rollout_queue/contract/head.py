@@ -113,7 +113,7 @@ TERMS = ("group_id", "group_size", "task_id", "train")
 
 
 class TrainedBranch(NamedTuple):
-    """The turns from a root to a tip. Each has only the tokens that it adds to its parent."""
+    """Turns from a root to a tip, each with only the tokens that it adds to its parent."""
 
     turns: tuple[Turn, ...]
     trained: frozenset[str]

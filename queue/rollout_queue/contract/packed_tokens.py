@@ -1,7 +1,7 @@
 """Token ids and logprobs: arrays in memory, packed little-endian int32 and float32 on the wire.
 
-Likewise TrainedTokens, what a step used of a trained turn's tokens: the advantage of each, and the ratio of
-trainer to engine.
+TrainedTokens are what a step used of a trained turn's tokens: the advantage of each, and the ratio of trainer
+to engine.
 
 trainer ─ TrainedTokens ─ pack ─▶ field `n:{turn}` of the session's head ─ unpack ─▶ gateway
 

@@ -16,7 +16,7 @@ A change is the bitwise XOR of a value's bits in both versions, taken as whole n
 changed value to the one before it (uint32), then the changes; `xor` has the changes of all values, the lowest
 byte of each value first, then all second bytes, and so on.
 
-Which version a step of the trainer began from and which one it made, Redis keeps as a TrainedStep:
+A TrainedStep in Redis says from which version a step of the trainer began, and which one it made:
 
 version 7 ◀─ base ─ TrainedStep 12 ─▶ version 8 ◀─ base ─ TrainedStep 13 ─▶ version 9
 """

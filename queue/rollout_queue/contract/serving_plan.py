@@ -29,20 +29,14 @@ ReadingState = Literal["holds", "broken", "undecided", "missing"]
 
 
 class CanaryGates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The bounds that a version has to keep. A bound of None is not looked at."""
+    """The bounds that a version has to keep; their meaning is that of the settings `gateway.canary`."""
 
     min_groups: int = 10
-    """How many groups have to end before the version can be promoted."""
     max_kl: float | None = 0.1
-    """The mean KL divergence from the served version, in nats a token."""
     max_reward_drop: float | None = 0.1
-    """How much lower the mean reward may be."""
     max_error_increase: float | None = 0.05
-    """How much higher the share of failed calls may be."""
     max_length_change: float | None = 0.5
-    """By which factor, above 1, answers may become longer or shorter."""
     deadline_s: float = 3600.0
-    """How long it may take to load, and then be open. Then it is rolled back."""
 
 
 class GateReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ class Key(str):
 
     __slots__ = ()
     kind = ""
-    """The type of the value, as TYPE calls it. A value of another type is not Weir's (`client/strangers`)."""
+    """The type of the value, as TYPE calls it. A value of another type is not Weir's (`losses.py`)."""
 
     @property
     def aside(self) -> "Key":
@@ -51,7 +51,7 @@ class Stream(Key):
 
 
 SCHEMA = String("weir:schema")
-"""String: the schema of the newest release that has used this Redis (`connection`)."""
+"""String: the schema of the newest release that has used this Redis (`schema_version.py`)."""
 STREAM = Stream("weir:stream")
 """Stream: turns, rewards, late joins, outcomes and deletions, in the order in which they became durable."""
 STREAM_FIELD = b"r"

@@ -10,7 +10,7 @@ the version of redis-py that has these attributes.
 
 Before a caller learns that its record is stored, replicas have it:
 
-append ─▶ answer ─▶ WAIT on the same connection ─▶ the caller hears the answer
+append ─▶ answer ─▶ WAIT on the same connection ─▶ the caller gets the answer
 
 WAIT counts the replicas that have everything which this connection has written. While it waits, Redis serves
 nothing else of the connection. So one WAIT stands for all appends that were answered before it was sent.
@@ -134,8 +134,7 @@ class PipelinedConnection:
 
     async def run(self, script: Script[T], keys: Sequence[str], arguments: Sequence[Argument]) -> T:
         """What the script answers, once as many replicas have what it wrote as this connection was told to
-        wait for. If Redis does not know the script, its text is sent. Raises StorageUnavailable, also if the
-        script ran, and the replicas took too long."""
+        wait for. Raises StorageUnavailable, also if the script ran, and the replicas took too long."""
         replicated, number = self._replication.replicas > 0, str(len(keys))
         for _ in range(2):
             if replicated and self._gone:
@@ -267,7 +266,7 @@ class PipelinedConnection:
     def _watch(self) -> None:
         """Check every quarter of the timeout, and drop a connection whose oldest answer is overdue.
 
-        While this process stood still, so that this is late, it heard no answer: that time does not count.
+        While this process stood still, so that this is late, it read no answer: that time does not count.
         """
         now = asyncio.get_running_loop().time()
         self._still_s += max(0.0, now - self._watch_due)

@@ -274,7 +274,7 @@ class FollowingAsync(asynchronous.AbstractConnection):
         socket_connect_timeout: float | None = None,
         **fields: Any,
     ):
-        """`finder` is asked before each attempt to connect; None: the address is fixed, and not checked."""
+        """`finder` is as in `Following`."""
         self._finder, self.rename = finder, rename
         self.answer_within_s = socket_timeout
         self._connect_within_s = socket_timeout if socket_connect_timeout is None else socket_connect_timeout

@@ -17,6 +17,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import NamedTuple, cast
 
 import msgspec
@@ -282,7 +283,7 @@ class SessionHeads:
         new = await self._head(key, old.spec.session_id, missing)
         if new is None or new.spec != old.spec:
             return None
-        turns = tuple(sorted((*old.turns, *new.turns), key=_finished_at))
+        turns = tuple(sorted((*old.turns, *new.turns), key=attrgetter("finished_at")))
         return KnownHead(
             len(names), msgspec.structs.replace(new, turns=turns, turn_verdicts=old.turn_verdicts)
         )
@@ -305,8 +306,4 @@ class SessionHeads:
             head = read_head(others)
         if head is None:
             return None
-        return msgspec.structs.replace(head, turns=tuple(sorted(turns, key=_finished_at)))
-
-
-def _finished_at(turn: Turn) -> float:
-    return turn.finished_at
+        return msgspec.structs.replace(head, turns=tuple(sorted(turns, key=attrgetter("finished_at"))))

@@ -110,9 +110,8 @@ class StreamWriter:
 
         Its time to live begins again at `now`, but it does not expire earlier than before. The trainer learns
         of its group at once (`LateJoin`). With `counts`, it counts as a session for training from now on
-        (`keys.UNTRAINED`); with `spec.train` false, it no longer does. Returns the spec that is stored now;
-        None if there is no such session.
-        Raises Conflict when its group has another size or owner, or is full; UserDeleted.
+        (`key_names.UNTRAINED`); with `spec.train` false, it no longer does. Returns the spec that is stored
+        now; None if there is no such session. Raises Conflict as `open_session`; UserDeleted.
         """
         return await describe(self._redis, self.confirmed, spec, now, counts=counts)
 
@@ -219,7 +218,7 @@ class StreamWriter:
 
         Later calls of `owner` find the session (`find_continuations`) by the turn's reply digest; if the turn
         called tools, also by its id; if it has no parent, also by its request digest.
-        Returns the turn as stored, with its relation to other attempts at the same call (`attempts`).
+        Returns the turn as stored, with its relation to other attempts at the same call (`outcomes.related`).
         Raises SessionClosed when the session has ended; SessionDeleted, UserDeleted. When this raises
         StorageUnavailable, the turn is not trained, even if Redis has stored it (`retract_failed`).
         """

@@ -214,7 +214,7 @@ def append_arguments(
     deadline_ms: int,
     images: Mapping[str, bytes],
 ) -> tuple[list[str], list[Argument]]:
-    """Keys and arguments of APPEND_TURN; `images` has the bytes of the turn's images by hash. Numbers are
+    """Keys and arguments of APPEND_TURN. Numbers are
     passed as text, which hiredis packs in half the time."""
     users = _users_of(turn, opening)
     named: list[str] = [key_names.session(turn.session_id), *_FIXED_KEYS]

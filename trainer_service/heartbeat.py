@@ -2,8 +2,8 @@
 the HTTP thread and the gateways.
 
 If no process holds the lease, this process starts at once. If the holder has crashed, this process starts
-when the lease expires, or earlier if it sees that the holder has ended. If the
-holder renews the lease, this process ends.
+when the lease expires, or earlier if it sees that the holder has ended. If the holder renews the lease, this
+process ends.
 """
 
 import logging

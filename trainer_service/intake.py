@@ -176,8 +176,7 @@ class Intake:
         experts_width: int = 0,
         images: ImageRule | None = None,
     ) -> None:
-        """`experts_width`: how many experts a token has in the records that are replayed. `images`: how the
-        model reads images, if turns that show some are trained."""
+        """`experts_width` and `images` are as in `Rules`."""
         self._algorithm = algorithm
         self._rules = Rules(
             vocab_size,
@@ -325,7 +324,6 @@ class Intake:
 
     @property
     def backlog(self) -> Backlog:
-        """What the trainer has to do before it trains a rollout that begins now."""
         return Backlog(
             waiting=self._assembler.counts().ended,
             owed=self._acknowledger.owed_sessions,

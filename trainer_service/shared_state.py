@@ -32,17 +32,14 @@ class Backlog:
     owed: int = 0
     """Sessions that were trained, but are in no checkpoint yet."""
     per_step: float = 1.0
-    """How many rewarded rollouts end between two steps, without those lost as too old; the mean over the last
-    steps."""
+    """As `Tally.rollouts_per_step`."""
     groups: int = 0
-    """Groups with two rewards or more that this process has read."""
     groups_different: int = 0
-    """Those whose rewards differ."""
 
 
 @dataclass(frozen=True)
 class StatusSnapshot:
-    """The trainer's status at one moment."""
+    """The trainer's status at one moment. TrainerReport explains its fields."""
 
     state: Phase = "waiting"
     step: int = 0
@@ -57,13 +54,10 @@ class StatusSnapshot:
     refuses_while_paused: bool = False
     """Whether gateways open no sessions for training while the training is paused."""
     url: str | None = None
-    """Where gateways reach the trainer's REST API."""
     source: str = "turns"
     """What the trainer learns from."""
     max_row_tokens: int | None = None
-    """Rollouts with longer rows are not trained."""
     recoveries: Sequence[Recovery] = ()
-    """When the training was set back lately, the newest last."""
     disk: DiskRoom | None = None
     """The disk of the checkpoints; None if it could not be looked at."""
     last_seen: float = field(default_factory=clock.now)

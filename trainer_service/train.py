@@ -265,7 +265,7 @@ class Trainer(TrainingLoop):
     def _set_back(self, restored: int, reason: str, *, automatic: bool, publish: bool = True) -> None:
         """Take an older version's weights under a new number. A checkpoint has both, and the position."""
         version = self._numbers.reserve_after(self.version)
-        self._groups.discard_early()
+        self._groups.early.discard()
         with self._memory.held(self._policy):
             self._cycle.load(restored, self._recoveries.next_rate_scale)
         self.version = version
@@ -298,7 +298,6 @@ class Trainer(TrainingLoop):
             self.publisher.publish(*made, best and best.version, self._groups.trace)
 
     def _state(self) -> RunState:
-        """What a checkpoint contains now, beside the weights."""
         state = self._intake.run_state(self.step, self.version)
         return self._recoveries.stored_in(self._groups.stored_in(state))
 

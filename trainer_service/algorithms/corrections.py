@@ -65,8 +65,6 @@ class NoCorrection(Frozen):
 
 
 class TisToken(Frozen):
-    """With `ppo` and a cap of 5, this is decoupled PPO in mode `clamp`."""
-
     corrects: ClassVar[bool] = True
     by_row: ClassVar[bool] = False
 
@@ -76,8 +74,8 @@ class TisToken(Frozen):
     """Divide the weights by their mean over the whole step."""
 
     def weigh(self, tokens: Tokens) -> TokenWeights:
-        """min(rho, cap): truncated importance sampling (Ionides 2008), and decoupled PPO in mode `clamp`
-        (`is.tis_token_2`, `loss.decoupled_ppo_clamp5`)."""
+        """min(rho, cap): truncated importance sampling (Ionides 2008). With `ppo` and a cap of 5 it is
+        decoupled PPO in mode `clamp` (`is.tis_token_2`, `loss.decoupled_ppo_clamp5`)."""
         return TokenWeights.capped(bounded(tokens.log_rho).exp(), self.cap)
 
 
@@ -97,8 +95,6 @@ class TisSequence(Frozen):
 
 
 class Icepop(Within):
-    """With `ppo` and bounds of 0 and 5, this is decoupled PPO in mode `mask`."""
-
     corrects: ClassVar[bool] = True
     by_row: ClassVar[bool] = False
 
@@ -108,8 +104,8 @@ class Icepop(Within):
     normalise: bool = False
 
     def weigh(self, tokens: Tokens) -> TokenWeights:
-        """rho within [low, high], and 0 outside (IcePop; `is.icepop_0.5_5`). With bounds of 0 and 5 it is
-        decoupled PPO in mode `mask` (`loss.decoupled_ppo_mask5`)."""
+        """rho within [low, high], and 0 outside (IcePop; `is.icepop_0.5_5`). With `ppo` and bounds of 0 and 5
+        it is decoupled PPO in mode `mask` (`loss.decoupled_ppo_mask5`)."""
         rho_T = bounded(tokens.log_rho).exp()
         kept_T = (rho_T >= self.low) & (rho_T <= self.high)
         weight_T = torch.where(kept_T, rho_T, torch.zeros_like(rho_T))
@@ -157,8 +153,6 @@ class Product(_OfRows):
 
 
 class Outlier(_OfRows):
-    """Leaves out rows in which the ratio of any token is outside the bounds."""
-
     name: Literal["outlier"] = "outlier"
     low: AtLeast0 = 1e-4
     high: Above0 = 100.0
@@ -230,9 +224,6 @@ class Rejection(Frozen):
 
 
 class M2po(Frozen):
-    """Leaves out the tokens with the largest squared log-ratios, until the mean of the rest is below `limit`
-    nats²."""
-
     of_rows: ClassVar[bool] = False
     whole_step: ClassVar[bool] = True
 
@@ -255,8 +246,6 @@ class M2po(Frozen):
 
 
 class Kpop(Frozen):
-    """Leaves out tokens whose Bernoulli KL between trainer and engine exceeds `upper` nats."""
-
     of_rows: ClassVar[bool] = False
     whole_step: ClassVar[bool] = False
 
@@ -264,7 +253,8 @@ class Kpop(Frozen):
     upper: Above0
 
     def kept(self, tokens: Tokens, _m2_bound: float) -> Tensor:
-        """Keeps tokens whose `larger_bernoulli_kl` is at most `upper` nats (`mask.kpop_binary_kl`)."""
+        """Keeps tokens whose `larger_bernoulli_kl` between trainer and engine is at most `upper` nats
+        (`mask.kpop_binary_kl`)."""
         kept_T: Tensor = larger_bernoulli_kl(tokens.lp_prox_T, tokens.lp_roll_T) <= self.upper
         return kept_T
 
@@ -275,9 +265,6 @@ def larger_bernoulli_kl(lp_prox_T: Tensor, lp_roll_T: Tensor) -> Tensor:
 
 
 class Opsm(Frozen):
-    """Leaves out tokens with a negative advantage in rows whose mean log-probability has fallen by more than
-    `delta` nats a token."""
-
     of_rows: ClassVar[bool] = True
     whole_step: ClassVar[bool] = False
 

@@ -12,6 +12,7 @@ denominators.
 """
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Annotated
 
 import torch
@@ -124,7 +125,9 @@ def step_statistics(tokens: Tokens, settings: LossSettings) -> StepStatistics:
     kept = replace(tokens, lp_new_T=tokens.lp_prox_T)
     kept = kept.at(kept.finite & kept.fresh)
     kept_T = kept_by((mask for mask in settings.masks if mask.of_rows), kept)
-    strictest = min((each for each in settings.masks if isinstance(each, M2po)), key=_limit, default=None)
+    strictest = min(
+        (each for each in settings.masks if isinstance(each, M2po)), key=attrgetter("limit"), default=None
+    )
     m2_bound = None if strictest is None else strictest.bound(kept.log_rho[kept_T])
     kept_T = kept_T & kept_by((mask for mask in settings.masks if not mask.of_rows), kept, m2_bound)
     mean, correction = None, settings.correction
@@ -136,10 +139,6 @@ def step_statistics(tokens: Tokens, settings: LossSettings) -> StepStatistics:
         lp_T, advantages_T = kept.lp_prox_T[kept_T], kept.advantages_T[kept_T]
         covariance = CovarianceCut.of(lp_T, advantages_T, fraction=settings.loss.fraction)
     return StepStatistics(m2_bound, mean, covariance)
-
-
-def _limit(mask: M2po) -> float:
-    return mask.limit
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class PolicyLoss:
     """The KL to the reference policy, in nats; 0 without a KL term."""
     ratio_T: Tensor
     weight_T: Tensor
-    """The weight of the correction; 0 for a token that is left out."""
+    """The weight of the correction; 0 as `per_token_T`."""
     clipped_high_T: Tensor
     clipped_low_T: Tensor
     dual_T: Tensor

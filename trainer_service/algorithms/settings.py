@@ -76,8 +76,7 @@ class AlgorithmSettings(LossSettings):
     arXiv:1707.06347, normalised as in verl). A batch of fewer groups is split by rollouts."""
     min_live_rows: int = Field(16, ge=1)
     """A step waits for this many rows with an advantage. A step on one noisy group would be as large as a
-    step on many groups, because Adam divides a gradient by its usual
-    size."""
+    step on many groups, because Adam divides a gradient by its usual size."""
     max_rows: int = Field(256, ge=1)
     intake: Literal["newest", "oldest", "bounded"] = "newest"
     """Which complete groups a step takes first. If more arrive than are trained, `oldest` trains all of them

@@ -50,8 +50,8 @@ sampled."""
 
 @dataclass(frozen=True)
 class Tokens:
-    """T trained tokens; log-probabilities and entropies are in nats. Only `lp_new_T`, `entropy_T`
-    and `teacher_kl_T` have a gradient. Raises ValueError if the tensors differ in shape."""
+    """T trained tokens; log-probabilities and entropies are in nats. Only `lp_new_T`, `entropy_T` and
+    `teacher_kl_T` have a gradient. Raises ValueError if the tensors differ in shape."""
 
     lp_new_T: Tensor
     """Under the policy that is trained."""

@@ -247,8 +247,6 @@ class Cispo(Within, PolicyLossFormula):
 
 
 class Reinforce(PolicyLossFormula):
-    """With the advantage `gpg`, this is GPG."""
-
     name: Literal["reinforce"] = "reinforce"
 
     def losses(self, tokens: Tokens, statistics: StepStatistics) -> TokenLosses:

@@ -170,7 +170,7 @@ class Session:
 
     def late_member(self, rules: Rules, present: int) -> Member | None:
         """The session as a member whose group was released before it ended; None while its agent works on it.
-        The group was released with `present` members; 0 if that is not known."""
+        The group was released with `present` members; 0 as in `RunState.gone`."""
         ended = self.ended(rules)
         if not self.over or (ended is not None and not ended.rewarded):
             return ended

@@ -62,7 +62,7 @@ class EvaluationScore(msgspec.Struct, frozen=True):
 
 
 class EvaluationState(msgspec.Struct, frozen=True):
-    """All scores, as a checkpoint stores them."""
+    """The `Evaluations`, as a checkpoint stores them."""
 
     scores: list[EvaluationScore] = []
     """The version that was evaluated last comes last."""

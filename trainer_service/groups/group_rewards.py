@@ -36,8 +36,8 @@ class VersionScore(NamedTuple):
 
 
 class ScoreState(msgspec.Struct, frozen=True):
-    """All scores, as a checkpoint stores them. Their keys are a kind, and after a blank the unit, if it has a
-    task."""
+    """`VersionScores`, as a checkpoint stores them. Their keys are a kind, and after a blank the unit, if it
+    has a task."""
 
     versions: dict[int, dict[str, Spread]] = {}
     overall: dict[str, Spread] = {}
@@ -201,7 +201,6 @@ class GroupRewards:
         return sorted(self._counted)
 
     def resume(self, scores: ScoreState, counted: Collection[str]) -> None:
-        """Continue with what a checkpoint stored."""
         self.by_version.resume(scores)
         self._counted = set(counted)
 

@@ -82,7 +82,6 @@ class Guards:
         self.resume(GuardState())
 
     def resume(self, state: GuardState) -> None:
-        """Continue with what a checkpoint stored."""
         self._norms = deque(state.norms, MEDIAN_STEPS + 1)
         self._rewards = RewardGuard(self._settings, _without_tasks(state, self._settings.reward_groups))
 

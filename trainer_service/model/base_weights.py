@@ -69,7 +69,6 @@ class BaseWeights:
         self._files = files
         self._mapped: dict[str, ExportTensor] = {}
         self.checks = tuple(checks)
-        """What was found out about the model."""
         self.dtypes = {
             name: getattr(torch, STORED_DTYPES[tensor.dtype]) for name, (_, tensor) in files.tensors.items()
         }

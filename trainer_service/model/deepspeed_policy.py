@@ -233,7 +233,6 @@ class DeepSpeedPolicy(RankBase, TrainedEngine):
         if self.routers is not None and settings.sequence_parallel > 1:
             raise SystemExit("trainer.sequence_parallel: mixtures of experts are trained with 1 only")
         self.images = image_inputs_of(model, settings, self.ranks)
-        # Equal ids may stand for other images.
         self.shares_prefixes = self.shares_prefixes and self.images is None
         self._entropy_gradient = settings.learns_entropy
         self._snapshots, self._copied = SnapshotMemory(), SnapshotMemory()
@@ -300,8 +299,7 @@ class DeepSpeedPolicy(RankBase, TrainedEngine):
         return self._critic
 
     def step(self, scale: float = 1.0) -> float:
-        """Update the weights with `scale` times the gradient. Returns the norm of the scaled gradient before
-        clipping; if it is not finite, weights and optimizer are unchanged."""
+        """As `make_step`, with `scale` times the gradient."""
         if scale == 1:
             return self.make_step()
         self._engine.optimizer.override_loss_scale(1 / scale)
@@ -366,8 +364,7 @@ class DeepSpeedPolicy(RankBase, TrainedEngine):
 
     def copy_states(self) -> StateCopy:
         """Copy the trained weights, optimizer, schedule and the states of the random generators into host
-        memory, to be written into a checkpoint. Every rank must call it. The former copy may not be
-        used any more."""
+        memory, to be written into a checkpoint. The rules of `FileCopies.take` hold."""
         frozen = self._adapters is not None
         copied = self.copied_files({"random": random_states()}, without_frozen=frozen)
         parts: dict[str, Callable[[Path], object]] = {".": copied.write}
@@ -387,7 +384,7 @@ class DeepSpeedPolicy(RankBase, TrainedEngine):
         return parts if self.rank == 0 else {}
 
     def load(self, directory: Path, tag: str, universal: bool = False, rate_scale: float = 1.0) -> None:
-        """Read back what a copy wrote with this layout, or what `universal.converted` made of another layout.
+        """Read back what a copy wrote with this layout, or what `converted` made of another layout.
         The learning rate becomes `rate_scale` times the configured one. Raises FileNotFoundError."""
         strict = self._adapters is None
         beside = self.read_files(directory, tag, universal=universal, load_module_strict=strict)

@@ -74,9 +74,8 @@ def _attend_after(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window
 
 
 def causal_mask(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, keys] bool: True where the token of the row attends to the token of the column. The tokens of
-    the rows are the last of the columns. A token attends to itself and to all tokens before it; with a
-    window, only to the last `window` tokens, itself included."""
+    """[length, keys] bool: True where the token of the row attends to that of the column, as in `attend`. The
+    tokens of the rows are the last of the columns."""
     before = keys - length
     mask = torch.ones(length, keys, dtype=torch.bool, device=device).tril(before)
     return mask if window is None else mask.triu(before + 1 - window)
@@ -135,7 +134,7 @@ class Segments:
     lengths: Sequence[int]
     """In tokens."""
     parents: Sequence[int]
-    """The number of the segment that each segment continues; -1 if it begins a row."""
+    """As `MicroBatch.parents_S`."""
     sequence: SequenceRanks | None = None
     """The ranks that have the other slices of the pack."""
     reached_attention: bool = False

@@ -187,8 +187,8 @@ class Parallel:
 
     def own_share(self, batches: Sequence[MicroBatch], even_at: float) -> list[tuple[MicroBatch, bool]]:
         """This rank's share of the micro-batches, the costliest first. Ranks reduce their gradients together,
-        so all need the same number of passes. False marks a micro-batch that is added only for this. In a
-        row of `even_at` tokens, attention costs as much as everything else."""
+        so all need the same number of passes. False marks a micro-batch that is added only for this.
+        `even_at` is that of `MicroBatch.cost`."""
         costs = [batch.cost(even_at) for batch in batches]
         shares = balanced_shares(costs, self.data_ranks)
         own = [(batches[index], True) for index in shares[self.rank // self._of_batch]]

@@ -9,7 +9,7 @@ All ranks make each call together, except `tensor`.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,6 @@ from trainer_service.model.zero import (
 )
 from trainer_service.rows.rows import MicroBatch
 
-Value = TypeVar("Value")
-
 EQUAL_COST_WIDTHS = 12
 """In a row of 12 times the width of a layer, attention costs about as much as everything else."""
 
@@ -49,6 +47,7 @@ class RankBase:
         seed_everything(settings.seed)
         self.parallel = Parallel.joined(settings.sequence_parallel)
         self.rank, self.ranks = self.parallel.rank, self.parallel.ranks
+        self.all_gather = self.parallel.all_gather
         self.data_ranks, self.rank_timeout_s = self.parallel.data_ranks, settings.rank_timeout_s
 
     def examine(self, model: Any) -> None:
@@ -71,10 +70,6 @@ class RankBase:
         if self.packing is Packing.ONE_ROW:
             batches = [row for batch in batches for row in batch.single_rows()]
         return self.parallel.own_share(batches, self._equal_cost_length)
-
-    def all_gather(self, values: list[Value]) -> list[Value]:
-        """The values of all ranks, on every rank. The values must be on the CPU."""
-        return self.parallel.all_gather(values)
 
 
 class TrainedEngine:
@@ -134,8 +129,7 @@ class TrainedEngine:
     def copied_files(
         self, beside: Mapping[str, object] | None = None, *, without_frozen: bool = False
     ) -> CopiedFiles:
-        """This rank's files of a checkpoint, in host memory, with what else they have `beside`. The former
-        copy may not be used any more."""
+        """This rank's files of a checkpoint, in host memory, with what else they have `beside`."""
         return self._files.take(dict(beside or {}), without_frozen=without_frozen)
 
     def read_files(self, directory: Path, tag: str, *, universal: bool = False, **how: bool) -> Any:

@@ -184,11 +184,7 @@ class Publisher:
         return max(own, self._known, *self._store.versions())
 
     def reserve(self, version: int) -> int:
-        """Reserve a number for the weights of the next step: no other weights are published under it.
-
-        Returns the highest number that was published or reserved before. `version` is reserved only if it is
-        higher. May raise Stopped.
-        """
+        """Reserve a number for the weights of the next step, as `StreamReader.reserve`. May raise Stopped."""
         reserve = partial(self._stream.reserve, version, self._place.location(version))
         return self._heartbeat.retry(reserve, StorageUnavailable, "waiting")
 
@@ -280,7 +276,6 @@ class Publisher:
 
     @property
     def refused(self) -> int | None:
-        """The last version that every server has refused; None if a server has taken one since."""
         return self._pushes.refused
 
     def explained(self, alarm: Alarm) -> Alarm:

@@ -1,1 +1,1 @@
-"""Makes rows of a session's turns, and packs rows into micro-batches."""
+"""What a step trains: rows of tokens, packed into micro-batches."""

@@ -17,10 +17,9 @@ class RowImage:
     place: TurnImage
     """The image with its place in the row, or in the micro-batch."""
     png: bytes = b""
-    """Empty until the row is trained: groups may wait for their step for long."""
+    """Empty until the row is trained."""
 
     def moved(self, tokens: int) -> "RowImage":
-        """The image in a sequence that has so many more tokens before it."""
         return replace(self, place=self.place.moved(tokens))
 
 

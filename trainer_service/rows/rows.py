@@ -47,7 +47,7 @@ class TopTokens:
 
 
 Branch = tuple[Turn, ...]
-"""The turns from a root to a tip. Each turn has only the tokens that it adds to its parent."""
+"""As `TrainedBranch.turns`."""
 
 
 def exclusions(turns: Sequence[Turn]) -> Mapping[str, Verdict]:
@@ -235,12 +235,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A row that takes no memory yet. Groups may wait for their step for long."""
+    """What becomes a Row. It takes no memory yet: groups may wait for their step for long."""
 
     session_id: str
     branch: Branch
     turn_ids: tuple[str, ...]
-    """The turns that are trained in this row."""
     rewards: Mapping[str | None, float]
     group_id: str
 

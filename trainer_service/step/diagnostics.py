@@ -106,7 +106,7 @@ class SampledTokens(NamedTuple):
     """Values of T trained tokens beside those in `Tokens`."""
 
     lp_begin_T: Tensor
-    """Log-probabilities under the weights before the step, in nats; `lp_prox_T` may only approximate it."""
+    """Log-probabilities before the step, in nats; `Tokens.lp_prox_T` may only approximate them."""
     entropy_T: Tensor
     """In nats."""
     versions_T: Tensor

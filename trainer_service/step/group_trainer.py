@@ -220,10 +220,6 @@ class GroupTrainer:
         adapted = None if self._algorithm.kl.target is None else self._kl_coefficient
         return replace(state, baselines=dict(self.baselines), kl_coefficient=adapted)
 
-    def discard_early(self) -> None:
-        """Forget what was learned for the next step: the weights become others."""
-        self.early.discard()
-
     @property
     def records(self) -> Mapping[tuple[str, str], bytes]:
         """The packed `TrainedTokens` of the last step's turns, by session id and turn id, if they are

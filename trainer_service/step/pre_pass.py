@@ -141,8 +141,8 @@ def step_context(
 ) -> StepContext:
     """Gather the pre-passes of all ranks, and compute advantages and statistics of the whole step.
 
-    `share` holds this rank's micro-batches. False marks a micro-batch that only keeps the number of passes
-    equal on all ranks; the step does not contain it. Every rank must call this function.
+    `share` is as in `StepPart`; the step does not contain what is marked False there. Every rank must call
+    this function.
     """
     if not (algorithm.credits_tokens or algorithm.whole_step):
         advantages = tuple(policy.tensor(batch.advantages_T) for batch, _ in share)
@@ -192,8 +192,7 @@ class _StepTokens:
 
 
 def fresh(versions_T: Ints, version: int, algorithm: AlgorithmSettings) -> NDArray[np.bool_]:
-    """[T] bool: which tokens are young enough to be learned from. `version` is the version of the present
-    weights."""
+    """See `PrePass.fresh_T`. `version` is that of the present weights."""
     return (algorithm.stale != "mask") | (versions_T >= algorithm.oldest_allowed(version))
 
 

@@ -290,7 +290,6 @@ class CopyWriter:
         self.copy = NO_COPY
 
     def join(self) -> None:
-        """Wait until rank 0 has ended this thread."""
         self._thread.join()
 
 
@@ -314,7 +313,7 @@ class LookFor(NamedTuple):
 
 
 class ShareWriters:
-    """Rank 0's side: has every rank write its share. One thread at a time calls it."""
+    """Rank 0's side: has every rank write its share."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = RankThreads[WriteShare | LookFor, bool | list[FileSpec]](ranks)
@@ -334,7 +333,6 @@ class ShareWriters:
         return [spec for specs in answers if isinstance(specs, list) for spec in specs]
 
     def close(self) -> None:
-        """End the threads of the other ranks."""
         self._ranks.close()
 
 
@@ -360,7 +358,6 @@ class ShareWriter:
         )
 
     def join(self) -> None:
-        """Wait until rank 0 has ended this thread."""
         self._thread.join()
 
     def _carry_out(self, order: WriteShare | LookFor) -> bool | list[FileSpec]:

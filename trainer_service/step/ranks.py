@@ -174,7 +174,7 @@ class CopyStates(RankCall[PolicyRank, StateCopy]):
 
 @dataclass(frozen=True)
 class Load(RankCall[PolicyRank, None]):
-    """Read this rank's shards. The learning rate becomes `rate_scale` times the configured one."""
+    """Read this rank's shards."""
 
     directory: Path
     tag: str

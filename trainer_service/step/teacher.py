@@ -94,10 +94,10 @@ class TeacherClient:
             return f"the teacher did not tell its {self._top_k} most probable tokens: {error}"
         return replace(row, lp_teacher_L=lp_teacher_L, teacher_top=teacher_top)
 
-    def _top_tokens(self, told: list[Any]) -> TopTokens:
+    def _top_tokens(self, top: list[Any]) -> TopTokens:
         """The most probable tokens at each place. Raises ValueError, TypeError or IndexError for others."""
-        found = np.array([[each[:2] for each in tokens[: self._top_k]] for tokens in told], np.float64)
-        if found.shape != (len(told), self._top_k, 2):
+        found = np.array([[each[:2] for each in tokens[: self._top_k]] for tokens in top], np.float64)
+        if found.shape != (len(top), self._top_k, 2):
             raise ValueError(f"{found.shape[1:]} values at each place")
         lp_TK, ids_TK = found[..., 0], found[..., 1]
         if not ((ids_TK >= 0) & (ids_TK < self._vocab_size)).all():
@@ -129,8 +129,8 @@ class TeacherClient:
                 f"the teacher at {self._client.base_url} answered with status {response.status_code}"
             )
         try:
-            told = read_json(response.content)["meta_info"]
-            logprobs, top = told["input_token_logprobs"], told.get("input_top_logprobs") or []
+            facts = read_json(response.content)["meta_info"]
+            logprobs, top = facts["input_token_logprobs"], facts.get("input_top_logprobs") or []
         except (ValueError, KeyError, TypeError) as error:
             raise TeacherUnavailable(
                 f"the teacher at {self._client.base_url} sent an answer without log-probabilities: {error}"

@@ -34,7 +34,6 @@ class Contents(NamedTuple):
     """What a checkpoint contains now, beside the weights."""
     evaluations: Callable[[], EvaluationState]
     wanted: Wanted
-    """The versions whose checkpoints must stay."""
     durable: Callable[[], None]
     """Called when the last checkpoint is durable."""
 

@@ -29,7 +29,7 @@ from tests.support.redis_process import RedisProcess
 from tests.support.serving import free_port
 from tests.support.system.local_system import Clock, LocalSystem, Service, open_local_system
 from tests.support.system.real_system import ADMIN_KEY as SYSTEM_ADMIN_KEY
-from tests.support.system.real_system import ENGINE_PYTHON, System
+from tests.support.system.real_system import BOOTS_WITHIN_S, ENGINE_PYTHON, System
 from tests.support.system.turns import retried, versions_of
 from tests.support.waiting import PATIENCE_S, wait_until
 from weir.audit.audit import audit
@@ -40,8 +40,6 @@ from weir.stack.stack import Stack
 pytestmark = pytest.mark.long
 
 HOUR_S = 3600.0
-BOOTS_WITHIN_S = 1200.0
-"""How long an engine may take to start on a busy machine."""
 HI = [{"role": "user", "content": "hi"}]
 LONG = "tell me more about this and that, " * 30
 

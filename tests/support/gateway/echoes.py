@@ -100,7 +100,6 @@ class MessagesClient:
         return {"messages": self.history, "tools": tools, "max_tokens": 500, "stream": stream}
 
     def given(self) -> list[Any]:
-        """The arguments of all calls so far."""
         answers = [message["content"] for message in self.history if message["role"] == "assistant"]
         return [block["input"] for blocks in answers for block in blocks if block["type"] == "tool_use"]
 
@@ -149,7 +148,6 @@ class ResponsesClient:
         return {"input": self.history, "tools": tools, "stream": stream, "include": include, "store": False}
 
     def given(self) -> list[Any]:
-        """The arguments of all calls so far."""
         return [item["arguments"] for item in self.history if item.get("type") == "function_call"]
 
     def hear(self, reply: Any, stream: bool) -> Heard:

@@ -31,22 +31,28 @@ logging.getLogger("uvicorn").setLevel(logging.WARNING)
 _claims: list[TextIO] = []
 
 
-def free_port() -> int:
-    """A loopback port that no process listens on, and that no other test process gets while this one runs."""
+def free_port(bus: int = 0) -> int:
+    """A loopback port that no process listens on, and that no other test process gets while this one runs.
+    So is the one that is `bus` higher."""
     CLAIMS.mkdir(exist_ok=True)
     while True:
-        port = PORTS[secrets.randbelow(len(PORTS))]
-        claim = (CLAIMS / str(port)).open("w", encoding="ascii")
-        try:
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until our process ends
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", port))
-        except OSError:  # another test process has claimed it, or some other program uses it
-            claim.close()
-            continue
-        _claims.append(claim)
-        return port
+        port = PORTS[secrets.randbelow(len(PORTS) - bus)]
+        if _claimed(port) and (not bus or _claimed(port + bus)):
+            return port
+
+
+def _claimed(port: int) -> bool:
+    claim = (CLAIMS / str(port)).open("w", encoding="ascii")
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until our process ends
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except OSError:  # another test process has claimed it, or some other program uses it
+        claim.close()
+        return False
+    _claims.append(claim)
+    return True
 
 
 NOBODY = f"http://127.0.0.1:{free_port()}"

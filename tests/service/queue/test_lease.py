@@ -65,7 +65,7 @@ def test_a_number_is_reserved_once_a_replica_has_it(redis: Redis, tmp_path: Path
     with pytest.raises(StorageUnavailable, match="0 of 1 replicas"):
         StreamReader(redis, lease.token, replication=replication).reserve(1, "file:///1")
     with closing(RedisProcess(tmp_path / "master").start()) as master:
-        reader = StreamReader(master.client, claimed(master.client).token, replication=Replication(1, 5.0))
+        reader = StreamReader(master.client, claimed(master.client).token, replication=Replication(1, 60.0))
         with closing(RedisProcess(tmp_path / "replica").start()) as replica:
             replica.client.replicaof("127.0.0.1", str(master.port))
             wait_until(lambda: replica.client.info("replication")["master_link_status"] == "up")

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -34,11 +34,18 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 @asynccontextmanager
 async def writing(url: str) -> AsyncIterator[StreamWriter]:
-    client = async_redis_at(url)
-    writer = StreamWriter(client, WITHIN_S, timeout_s=WITHIN_S)
-    yield writer
-    await writer.close()
-    await client.aclose()
+    async with leaving(url) as writer:
+        yield writer
+        await writer.close()
+
+
+@contextmanager
+def hurried(writer: StreamWriter, within_s: float = PATIENCE_S) -> Iterator[None]:
+    """In the block, Redis may take WITHIN_S for an answer, and an append `within_s`."""
+    writer._append_within_s, writer._connection._timeout_s = within_s, WITHIN_S
+    writer._connection._watch()  # from now on every quarter of this timeout
+    yield
+    writer._append_within_s = writer._connection._timeout_s = PATIENCE_S
 
 
 class Muffler:
@@ -84,7 +91,7 @@ async def test_a_stalled_redis_stores_no_turn_after_its_client_was_told_that_it_
         await writer.open_session(spec())
         await writer.append_turn(turn("t0"), 1e10)  # from here on, the connection is open
         redis.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(StorageUnavailable):
+        with hurried(writer, WITHIN_S), pytest.raises(StorageUnavailable):
             await writer.append_turn(turn("t1"), 1e10)
         await asyncio.sleep(WITHIN_S)  # Redis is stalled until the deadline has passed
         redis.process.send_signal(signal.SIGCONT)
@@ -98,7 +105,7 @@ async def test_a_stored_turn_whose_answer_was_lost_becomes_an_orphan(redis: Redi
         await writer.open_session(spec())
         await writer.append_turn(turn("t0"), 1e10)
         muffler.shut = True
-        with pytest.raises(StorageUnavailable):
+        with hurried(writer), pytest.raises(StorageUnavailable):
             await writer.append_turn(turn("t1"), 1e10)
         muffler.shut = False
         await writer.append_turn(turn("t2"), 1e10)  # the client asks again, and does not say so
@@ -125,7 +132,7 @@ async def test_a_failed_turn_is_retracted_although_its_gateway_is_gone_and_anoth
         await killed.append_turn(turn("t0"), 1e10)
         await killed.load("s1")  # both of its clients have a connection
         muffler.shut = True
-        with pytest.raises(StorageUnavailable):
+        with hurried(killed), pytest.raises(StorageUnavailable):
             await killed.append_turn(turn("t1"), 1e10)
         await other.append_outcome(outcome(), reward("finish"), None)
     excluded = exclusions(turns_in(redis))
@@ -139,8 +146,8 @@ async def test_a_turn_that_replicas_did_not_confirm_is_retracted_before_its_clie
     try:
         wait_until(lambda: redis.client.set("any", "value") and redis.client.wait(1, 100))
         async with leaving(redis.url, Replication(1, 1.0)) as killed, writing(redis.url) as other:
-            await killed.open_session(spec())
-            await killed.append_turn(turn("t0"), 1e10)
+            await other.open_session(spec())
+            await other.append_turn(turn("t0"), 1e10)
             replica.process.send_signal(signal.SIGSTOP)
             with pytest.raises(StorageUnavailable):
                 await killed.append_turn(turn("t1"), 1e10)
@@ -160,7 +167,7 @@ async def test_a_writer_closes_when_no_turn_can_be_stored_any_more_that_has_fail
             await writer.open_session(spec())
             await writer.append_turn(turn("t0"), 1e10)
             redis.process.send_signal(signal.SIGSTOP)
-            with pytest.raises(StorageUnavailable):
+            with hurried(writer, WITHIN_S), pytest.raises(StorageUnavailable):
                 await writer.append_turn(turn("t1"), 1e10)
             asyncio.get_running_loop().call_later(WITHIN_S, redis.process.send_signal, signal.SIGCONT)
         await other.append_outcome(outcome(), reward("finish"), None)
@@ -177,7 +184,7 @@ def turns_in(redis: RedisProcess) -> list[Turn]:
 async def leaving(url: str, replication: Replication = NO_REPLICAS) -> AsyncIterator[StreamWriter]:
     """A writer of a gateway that is killed: it does nothing at its end."""
     client = async_redis_at(url)
-    yield StreamWriter(client, WITHIN_S, replication=replication, timeout_s=WITHIN_S)
+    yield StreamWriter(client, PATIENCE_S, replication=replication, timeout_s=PATIENCE_S)
     await client.aclose()
 
 

@@ -1,9 +1,7 @@
 """A real cluster of six nodes: three masters with a replica each, made by commands."""
 
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ from tests.support.waiting import wait_until
 SLOTS = 16384
 BUS = 10_000
 """The nodes speak to each other at their port plus this."""
-EPHEMERAL = 32_768
-"""From this port on, Linux takes ports for outgoing connections."""
 
 
 class Cluster:
@@ -29,11 +25,11 @@ class Cluster:
         common = ("cluster-enabled yes", "cluster-config-file nodes.conf", "cluster-node-timeout 1500")
         quick = ("repl-diskless-sync yes", "repl-diskless-sync-delay 0", "repl-ping-replica-period 1")
         self.nodes = [
-            RedisServer(directory / f"node-{number}", *common, *quick, *flags, program=program, port=port)
-            for number, port in enumerate(islice(_ports(), 6))
+            RedisServer(
+                directory / name, *common, *quick, *flags, program=program, port=free_port(BUS)
+            ).start()
+            for name in map("node-{}".format, range(6))
         ]
-        for node in self.nodes:
-            node.start()
         self._join()
         self.url = "redis+cluster://" + ",".join(node.address for node in self.nodes[:3])
 
@@ -43,12 +39,18 @@ class Cluster:
             slots = range(number * SLOTS // 3, (number + 1) * SLOTS // 3)
             _ask(master, "CLUSTER ADDSLOTS", *slots)
             _ask(master, "CLUSTER SET-CONFIG-EPOCH", number + 1)
-        for node in self.nodes[1:]:
-            _ask(node, "CLUSTER MEET", "127.0.0.1", self.nodes[0].port)
-        wait_until(lambda: all(len(_flags(node)) == 6 for node in self.nodes))
+        wait_until(self._met)
         for master, replica in zip(masters, replicas, strict=True):
             _ask(replica, "CLUSTER REPLICATE", _ask(master, "CLUSTER MYID").decode())
         wait_until(self.complete)
+
+    def _met(self) -> bool:
+        """A node gives up to meet another that stands still for the timeout."""
+        for node in self.nodes[1:]:
+            _ask(node, "CLUSTER MEET", "127.0.0.1", self.nodes[0].port)
+        with suppress(AssertionError):
+            return wait_until(lambda: all(len(_flags(node)) == 6 for node in self.nodes), 3)
+        return False
 
     @property
     def owner(self) -> RedisServer:
@@ -110,21 +112,12 @@ class Cluster:
             node.close()
 
 
-def _ports() -> Iterator[int]:
-    """Ports that are free, as those of their buses are."""
-    while True:
-        port = free_port()
-        with suppress(OSError), socket.socket() as bus:
-            bus.bind(("127.0.0.1", port + BUS))
-            if port + BUS < EPHEMERAL:
-                yield port
-
-
 def _ask(node: RedisServer, command: str, *arguments: Any) -> Any:
     client: Any = node.client
     return client.execute_command(command, *arguments)
 
 
 def _flags(node: RedisServer) -> list[str]:
-    """What the node thinks of each of the nodes."""
-    return [str(each["flags"]) for each in _ask(node, "CLUSTER NODES").values()]
+    """What the node thinks of each of the nodes that it has met."""
+    flags = (str(each["flags"]) for each in _ask(node, "CLUSTER NODES").values())
+    return [each for each in flags if "handshake" not in each]

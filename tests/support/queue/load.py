@@ -18,7 +18,7 @@ from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.claimed import claimed_reader
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.serving import NOBODY
-from tests.support.waiting import wait_until_async
+from tests.support.waiting import PATIENCE_S, wait_until_async
 from weir.audit.audit import Report, audit
 from weir.audit.audit_facts import ClientAnswer
 from weir.audit.audit_sources import Sources
@@ -34,11 +34,7 @@ APPEND_WITHIN_S = 3.0
 class Load:
     """One gateway's writer and one trainer's reader, over `settings`."""
 
-    def __init__(
-        self,
-        settings: RedisSettings,
-        replication: Replication = NO_REPLICAS,
-    ) -> None:
+    def __init__(self, settings: RedisSettings, replication: Replication = NO_REPLICAS) -> None:
         self.settings, self.answers = settings, list[ClientAnswer]()
         self.refused = 0
         """How many calls got an error."""
@@ -111,7 +107,7 @@ class Load:
 
     def read(self) -> set[str]:
         """The turns that a trainer which starts now finds, delivered or not."""
-        with open_redis(self.settings, timeout_s=5) as client:
+        with open_redis(self.settings, timeout_s=PATIENCE_S) as client:
             reader = claimed_reader(client)
             entries = list(reader.reclaim())
             while new := reader.read(1000, 0.01):
@@ -120,7 +116,10 @@ class Load:
 
     def lost(self) -> list[ClientAnswer]:
         """The answers of which Redis has no trace, or not all."""
-        with open_redis(self.settings, timeout_s=5) as client, client.pipeline(transaction=False) as pipeline:
+        with (
+            open_redis(self.settings, timeout_s=PATIENCE_S) as client,
+            client.pipeline(transaction=False) as pipeline,
+        ):
             for each in self.answers:
                 pipeline.hmget(key_names.session(each.session_id), ["spec", *each.fields])
             found = pipeline.execute()

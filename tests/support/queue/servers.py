@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from tests.support.redis_process import POLICY, redis_executable
 from tests.support.serving import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 MASTER = "mymaster"
 
@@ -34,7 +34,7 @@ class RedisServer:
         shutil.copy(POLICY, self._configuration)
         with self._configuration.open("a") as lines:
             lines.write("\n".join(["", f"port {self.port}", f"dir {directory}", *flags, ""]))
-        self.client = Redis(port=self.port)
+        self.client = Redis(port=self.port, socket_timeout=PATIENCE_S)
 
     def start(self, *arguments: str, client: Redis | None = None) -> "RedisServer":
         """`client` asks whether it has started, if a password or TLS is needed for that."""
@@ -138,7 +138,7 @@ class Sentinel:
         self._configuration = directory / "sentinel.conf"
         fixed = [f"port {self.port}", f"dir {directory}", "bind 127.0.0.1"]
         self._configuration.write_text("\n".join([*fixed, *lines, ""]))
-        self._client: Any = Redis(port=self.port)
+        self._client: Any = Redis(port=self.port, socket_timeout=PATIENCE_S)
 
     def start(self) -> "Sentinel":
         command = [redis_executable(), str(self._configuration), "--sentinel"]
@@ -149,7 +149,7 @@ class Sentinel:
 
     def authenticate(self, password: str) -> None:
         self._client.close()
-        self._client = Redis(port=self.port, password=password)
+        self._client = Redis(port=self.port, socket_timeout=PATIENCE_S, password=password)
 
     def _answers(self) -> bool:
         try:

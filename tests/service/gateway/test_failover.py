@@ -26,6 +26,7 @@ from rollout_queue import clock
 from rollout_queue.contract.records import Span
 from rollout_queue.http.errors import ApiError
 from tests.support.gateway.fake_engine import FakeEngine, Interruption, logprob_of
+from tests.support.gateway.gated_engine import GatedEngine
 from tests.support.redis_clients import async_redis_at
 from tests.support.serving import free_port, serving
 from tests.support.turned_clock import TurnedClock
@@ -58,7 +59,7 @@ def endpoints(tokenizer: Tokenizer) -> Iterator[list[Endpoint]]:
 class Scene:
     """Two engines that give the same answer, the fleet that holds both, and a sampler."""
 
-    engines: list[FakeEngine]
+    engines: list[GatedEngine]
     fleet: Fleet
     sampler: Sampler
     metrics: Metrics
@@ -66,14 +67,14 @@ class Scene:
     heard: list[OutputChunk] = field(default_factory=list)
 
     @property
-    def first(self) -> FakeEngine:
+    def first(self) -> GatedEngine:
         """The engine that gets the session's first call."""
         server = self.fleet.choose("s")
         assert server is not None
         return self.engines[int(server.id[-1])]
 
     @property
-    def second(self) -> FakeEngine:
+    def second(self) -> GatedEngine:
         return next(engine for engine in self.engines if engine is not self.first)
 
     @property
@@ -87,7 +88,7 @@ class Scene:
             await self.fleet.refresh()
             await asyncio.sleep(0.01)  # a fleet that was refreshed just now asks no steady server
 
-    def only(self, engine: FakeEngine) -> None:
+    def only(self, engine: GatedEngine) -> None:
         """Remove the other engine from the fleet."""
         del self.fleet.servers[f"engine-{1 - self.engines.index(engine)}"]
 
@@ -131,14 +132,11 @@ async def scene(endpoints: list[Endpoint], tokenizer: Tokenizer, redis_url: str)
 
 @asynccontextmanager
 async def staged(
-    endpoints: list[Endpoint],
-    tokenizer: Tokenizer,
-    redis_url: str,
-    silence_s: float = 5.0,
+    endpoints: list[Endpoint], tokenizer: Tokenizer, redis_url: str, silence_s: float = 5.0
 ) -> AsyncIterator[Scene]:
     """A scene with other timeouts than the default."""
-    for endpoint in endpoints:
-        endpoint.part = FakeEngine(tokenizer, mind=list(ANSWER))
+    engines = [GatedEngine(tokenizer, mind=list(ANSWER)) for _ in endpoints]
+    endpoints[0].part, endpoints[1].part = engines
     redis, engine, metrics = async_redis_at(redis_url), EngineClient(silence_s), Metrics()
     fleet = Fleet(redis, engine, None, [endpoint.url for endpoint in endpoints])
     sampler = Sampler(
@@ -151,7 +149,7 @@ async def staged(
         patience_s=1.0,
     )
     (end,) = tokenizer.encode("<|im_end|>").ids
-    scene = Scene([endpoint.part for endpoint in endpoints], fleet, sampler, metrics, end)
+    scene = Scene(engines, fleet, sampler, metrics, end)
     for each in scene.engines:
         each.received = lambda: len(scene.ids)
     try:
@@ -329,9 +327,7 @@ async def test_when_patience_is_over_the_engines_words_are_a_503(scene: Scene, w
     assert sum(len(engine.requests) for engine in scene.engines) <= 12
 
 
-async def test_a_request_that_breaks_every_engine_is_not_shown_to_all_of_them_for_ever(
-    scene: Scene,
-) -> None:
+async def test_a_request_that_breaks_every_engine_is_not_shown_to_all_of_them_for_ever(scene: Scene) -> None:
     for engine in scene.engines:
         engine.interruptions.extend([Interruption(0, "reset")] * 50)
     scene.sampler.engine_wait_s = 60
@@ -340,12 +336,15 @@ async def test_a_request_that_breaks_every_engine_is_not_shown_to_all_of_them_fo
 
 
 async def test_a_silent_engine_is_left_for_another_and_told_to_stop(
-    endpoints: list[Endpoint], tokenizer: Tokenizer, redis_url: str
+    endpoints: list[Endpoint], tokenizer: Tokenizer, redis_url: str, turned: TurnedClock
 ) -> None:
-    async with staged(endpoints, tokenizer, redis_url, silence_s=0.2) as scene:
+    async with staged(endpoints, tokenizer, redis_url, silence_s=60) as scene:
         first = scene.first
         first.stall_after = 4
-        await scene.hear()
+        answering = asyncio.create_task(scene.hear())
+        await wait_until_async(lambda: len(scene.ids) == 4)
+        turned.turn(60)
+        await answering
         assert scene.ids == scene.whole
         await wait_until_async(lambda: first.aborted == ["rid"])
         assert scene.faults("stalled") == 1
@@ -371,7 +370,7 @@ async def test_silence_everywhere_is_a_504(
         assert (said.status, said.type) == (504, "timeout_error")
 
 
-async def test_an_engine_that_is_not_there_gets_no_second_call(scene: Scene) -> None:
+async def test_an_engine_that_is_not_there_gets_no_second_call(scene: Scene, stopped: TurnedClock) -> None:
     gone = next(iter(scene.fleet.servers.values()))
     move(gone, f"http://127.0.0.1:{free_port()}")
     for n in range(6):
@@ -385,6 +384,7 @@ async def test_an_engine_that_is_not_there_gets_no_second_call(scene: Scene) -> 
 async def test_an_answer_waits_for_the_only_engine_to_come_back(scene: Scene) -> None:
     engine = scene.first
     scene.only(engine)
+    scene.sampler.engine_wait_s = scene.sampler.patience_s = 300.0
     (server,) = scene.fleet.servers.values()
     url = server.registration.engine_url
     engine.interruptions.append(Interruption(3, "reset"))
@@ -438,7 +438,7 @@ async def test_a_stop_string_across_both_parts_ends_the_answer(scene: Scene, tok
     seam = until - 2
     assert seam > 0
     first.interruptions.append(Interruption(seam, "reset"))
-    second.pace_s = 0.05  # so the engine still has tokens to send when the answer is over
+    second.stall_after = until - seam  # so the engine still has tokens to send when the answer is over
     last = await scene.hear(scene.ask(stop=["Observation:"]))
     assert second.requests, "the first engine failed before the answer's end"
     assert scene.ids == ids[:until]
@@ -538,11 +538,11 @@ async def test_chunks_are_taken_in_the_context_of_their_call(scene: Scene) -> No
 
 
 async def test_what_a_chunk_waits_for_is_awaited_before_the_next_one(scene: Scene) -> None:
-    for engine in scene.engines:
-        engine.pace_s = 0.005
-    free, waiting = asyncio.Event(), asyncio.Event()
+    free, waiting, engine = asyncio.Event(), asyncio.Event(), scene.first
+    engine.stall_after = 3
 
     async def wait() -> None:
+        engine.open = True
         waiting.set()
         await free.wait()
 

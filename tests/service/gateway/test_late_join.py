@@ -121,7 +121,7 @@ def test_a_call_in_flight_is_recorded_in_the_group(gated: RunningGateway) -> Non
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(call, gated)
         asked(gated, 1)
-        assert gated.post("/sessions", BODY | {"group_size": 1, "ttl_s": 1.0}).status_code == 200
+        assert gated.post("/sessions", BODY | {"group_size": 1, "ttl_s": 60.0}).status_code == 200
         let_on(gated)
         assert pending.result().status_code == 200
     gated.finish({"session_id": "run-1"}, reward=1.0)

@@ -261,8 +261,8 @@ def test_a_trainer_that_cannot_be_reached_is_said(gateway: RunningGateway) -> No
     url = f"http://127.0.0.1:{free_port()}"
     gateway.redis.hset(key_names.TRAINER, mapping={"url": url})
     assert f"the trainer at {url} does not answer" in said()
-    gateway.redis.hset(key_names.TRAINER, mapping={"last_seen": time.time() - 1000})
-    assert "has been silent for 1000 s" in said()
+    gateway.redis.hset(key_names.TRAINER, mapping={"last_seen": time.time() - 100_000})
+    assert "has been silent for 100" in said()  # and a few seconds more
 
 
 @pytest.mark.parametrize("path", ["/live", "/ready", "/metrics"])

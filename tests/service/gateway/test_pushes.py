@@ -25,7 +25,7 @@ from tests.support.serving import serving
 from tests.support.waiting import wait_until
 from trainer_service.storage.policy_store import PolicyStore
 
-CALLS = 60
+CALLS, AT_ONCE = 60, 7
 
 
 def test_calls_spread_over_all_other_servers_while_each_one_loads(deploy: Deploy) -> None:
@@ -49,7 +49,7 @@ def test_calls_spread_over_all_other_servers_while_each_one_loads(deploy: Deploy
 
         return over
 
-    with traffic(deployment.gateway, per_s=100.0) as seen:
+    with traffic(deployment.gateway, per_s=100.0, at_once=AT_ONCE) as seen:
         for server in deployment.servers:
             server.control(load=load)
         deployment.announce(1)
@@ -61,7 +61,7 @@ def test_calls_spread_over_all_other_servers_while_each_one_loads(deploy: Deploy
     assert len(seen.sessions) >= 4 * CALLS, "one server after the other"
     even, deviation = CALLS / 3, math.sqrt(CALLS * 1 / 3 * 2 / 3)  # of calls that choose a server at random
     for share in shares:
-        assert share[0] < 0.4 * even, "calls that were on their way when the load began"
+        assert share[0] <= AT_ONCE, "calls that were on their way when the load began"
         assert even - 5 * deviation < share[1] <= share[3] < even + 5 * deviation, shares
     assert set(seen.engines()) == {"r0", "r1", "r2", "r3"}
     assert seen.versions() == {0, 1}

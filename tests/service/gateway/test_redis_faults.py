@@ -16,7 +16,7 @@ from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from tests.support.gateway.calls import Call
 from tests.support.gateway.deployment import Deploy, gateway_thread, ready, traffic
-from tests.support.gateway.fake_engine import FakeEngine
+from tests.support.gateway.gated_engine import GatedEngine, asked, let_on
 from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
 from tests.support.queue.servers import WatchedMaster
 from tests.support.redis_process import RedisProcess
@@ -37,7 +37,7 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 @pytest.fixture
 def alone(redis: RedisProcess, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[RunningGateway]:
     """A gateway with a Redis of its own."""
-    backends = Backends(redis.url, tiny_model, tokenizer, redis.client, FakeEngine(tokenizer))
+    backends = Backends(redis.url, tiny_model, tokenizer, redis.client, GatedEngine(tokenizer))
     with serving(backends) as backends.engine_url, backends.ready_gateway() as running:
         yield running
 
@@ -66,8 +66,8 @@ def test_the_state_at_the_last_poll_is_shown_and_a_redis_that_ends(
     fields: Any = report.fields()
     redis.client.hset(key_names.TRAINER, mapping=fields)
     redis.client.xadd(key_names.DEAD_LETTERS, {"error": "unreadable"})
-    wait_until(lambda: gauge(alone, "weir_rollouts_waiting") == "7.0")
     shown = {
+        "weir_rollouts_waiting": "7.0",
         "weir_rollouts_owed": "2.0",
         "weir_rollouts_per_step": "4.0",
         "weir_trained_version": "3.0",
@@ -79,7 +79,7 @@ def test_the_state_at_the_last_poll_is_shown_and_a_redis_that_ends(
         "weir_redis_max_bytes": "0.0",
         "weir_versions_held": "0.0",
     }
-    assert {name: gauge(alone, name) for name in shown} == shown
+    wait_until(lambda: {name: gauge(alone, name) for name in shown} == shown)
     redis.terminate()
     wait_until(lambda: gauge(alone, "weir_redis_up") == "0.0")
     unready = alone.get("/ready")
@@ -170,16 +170,16 @@ def test_a_turn_whose_client_was_told_that_it_failed_is_not_trained(
 ) -> None:
     session = alone.session()
     alone.chat(session=session)  # the gateway's connection to Redis is open from here on
-    alone.engine.pace_s = 0.5  # the call has looked its session up when Redis stops
+    alone.engine.stall_after = 0  # the call has looked its session up when Redis stops
     with ThreadPoolExecutor(1) as pool:
         call = Call(alone, session, stream=False)
         answer = pool.submit(call.answer)
-        wait_until(lambda: len(alone.engine.requests) == 2)
+        asked(alone, 2)
         redis.process.send_signal(signal.SIGSTOP)
+        let_on(alone)
         status, body = answer.result()
     assert (status, b"storage_unavailable" in body) == (503, True)
     redis.process.send_signal(signal.SIGCONT)
-    alone.engine.pace_s = 0.0
     wait_until(lambda: alone.get("/ready").status_code == 200)
     again = alone.chat(session=session).headers["x-weir-turn-id"]
     finish = f"/sessions/{session['session_id']}/finish"

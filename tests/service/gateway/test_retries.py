@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from gateway.edge.calls import InFlightCalls
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.records import Turn
 from rollout_queue.redis.stream_writer import StreamWriter
@@ -27,12 +28,19 @@ from tests.support.gateway.polls import polled
 from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
 from tests.support.turned_clock import TurnedClock
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from weir.audit.audit import audit
 from weir.audit.audit_sources import Sources
 
 GRACE_S = 1.0
 """How long a call continues without a client."""
+
+
+@pytest.fixture
+def patient(gated: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> RunningGateway:
+    """`gated`, which continues a call without a client for as long as the test takes."""
+    monkeypatch.setattr(InFlightCalls, "grace_s", property(lambda _: PATIENCE_S), raising=False)
+    return gated
 
 
 def told(stream: bytes) -> list[Any]:
@@ -143,22 +151,17 @@ def test_a_retry_has_its_own_request_id_and_the_turn_of_the_first(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_times_out_gets_the_answer_of_its_first_call(
-    gated: RunningGateway, retry_counts: RetryCounts, stream: bool
+    patient: RunningGateway, retry_counts: RetryCounts, stream: bool
 ) -> None:
-    session = gated.session()
+    gated, session = patient, patient.session()
     seen: list[str] = []
 
     def note(request: Any) -> None:
         seen.append(request.headers[RETRY])
+        request.extensions["timeout"] = {"read": 1.0} if seen == ["0"] else {}  # only the first times out
 
     http = openai.DefaultHttpxClient(event_hooks={"request": [note]})
-    client = openai.OpenAI(
-        base_url=session["base_url"],
-        api_key=session["api_key"],
-        timeout=1.0,
-        max_retries=2,
-        http_client=http,
-    )
+    client = openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"], http_client=http)
 
     def call() -> str:
         messages: Any = [{"role": "user", "content": "hi"}]
@@ -183,9 +186,9 @@ def test_a_client_that_times_out_gets_the_answer_of_its_first_call(
 
 
 def test_an_answer_that_was_finished_for_nobody_waits_for_the_retry(
-    gated: RunningGateway, retry_counts: RetryCounts
+    patient: RunningGateway, retry_counts: RetryCounts
 ) -> None:
-    session = gated.session()
+    gated, session = patient, patient.session()
     hung_up(gated, session)
     wait_until(lambda: retry_counts.left)
     let_on(gated)
@@ -226,9 +229,9 @@ def test_an_attempt_that_a_later_one_overtook_joins_their_call(
 
 
 def test_a_retry_rather_joins_the_call_whose_client_left(
-    gated: RunningGateway, retry_counts: RetryCounts
+    patient: RunningGateway, retry_counts: RetryCounts
 ) -> None:
-    session = gated.session()
+    gated, session = patient, patient.session()
     stays = Call(gated, session)
     asked(gated, 1)
     leaves = Call(gated, session)

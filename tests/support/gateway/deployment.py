@@ -18,12 +18,7 @@ from rollout_queue.contract.published_policy import ADAPTER_CONFIG, ADAPTER_WEIG
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.rollout_server.in_process import ServerThread
 from tests.support.rollout_server.processes import ServerClient
-from tests.support.rollout_server.weights import (
-    float32_tensors,
-    publish,
-    published_copy,
-    write_safetensors,
-)
+from tests.support.rollout_server.weights import float32_tensors, publish, published_copy, write_safetensors
 from tests.support.serving import Served
 from tests.support.threads import meanwhile
 from tests.support.waiting import wait_until
@@ -127,7 +122,9 @@ class Traffic:
 
 
 @contextmanager
-def traffic(*gateways: RunningGateway, per_s: float = CALLS_PER_S, name: str = "call") -> Iterator[Traffic]:
+def traffic(
+    *gateways: RunningGateway, per_s: float = CALLS_PER_S, name: str = "call", at_once: int = 64
+) -> Iterator[Traffic]:
     """Send calls while the block runs, to the gateways in turn; wait for their answers at its end. A client
     whose connection breaks tries the next gateway, as behind a load balancer."""
     seen, over = Traffic(gateways[0]), Event()
@@ -147,7 +144,7 @@ def traffic(*gateways: RunningGateway, per_s: float = CALLS_PER_S, name: str = "
         return 0
 
     def send() -> None:
-        with httpx.Client(timeout=300) as http, ThreadPoolExecutor(64) as pool:
+        with httpx.Client(timeout=300) as http, ThreadPoolExecutor(at_once) as pool:
             sent: list[Future[int]] = []
             began_at = time.monotonic()
             while not over.is_set():

@@ -66,10 +66,7 @@ def test_version_spans_are_recorded_as_sampled(gateway: RunningGateway) -> None:
     session = gateway.session()
     gateway.chat(session=session)
     (turn,) = gateway.turns(session)
-    assert turn["versions"] == [
-        {"version": 3, "start": 0, "end": 1},
-        {"version": 4, "start": 1, "end": 3},
-    ]
+    assert turn["versions"] == [{"version": 3, "start": 0, "end": 1}, {"version": 4, "start": 1, "end": 3}]
 
 
 def test_streamed_text_is_the_answer_token_by_token(gateway: RunningGateway) -> None:

@@ -113,8 +113,7 @@ def test_an_answer_for_a_session_that_was_deleted_meanwhile_is_refused(gated: Ru
 
 
 def test_a_stream_for_a_session_that_was_deleted_meanwhile_ends_in_an_error(
-    gated: RunningGateway,
-    retry_counts: Any,
+    gated: RunningGateway, retry_counts: Any
 ) -> None:
     session = gated.session()
     first = Call(gated, session, stream=True)

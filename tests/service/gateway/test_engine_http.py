@@ -213,9 +213,7 @@ async def test_silence_is_noticed(answer: bytes) -> None:
             await whole(http, peer.url)
 
 
-async def test_each_request_on_a_connection_has_its_own_timeout(
-    turned: TurnedClock,
-) -> None:
+async def test_each_request_on_a_connection_has_its_own_timeout(turned: TurnedClock) -> None:
     read_timeout_s = 2.0  # long enough that a busy machine's delay does not matter
 
     async def answer_late(writer: asyncio.StreamWriter) -> None:
@@ -242,9 +240,7 @@ async def test_a_refused_connection_is_reported_at_once() -> None:
     await http.close()
 
 
-async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(
-    turned: TurnedClock,
-) -> None:
+async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(turned: TurnedClock) -> None:
     size, written = 64 * 2**20, 0
     piece = bytes(2**16)
 

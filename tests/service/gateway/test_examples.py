@@ -51,10 +51,7 @@ def tool_agent() -> Any:
 
 
 def test_the_tool_agent_plays_until_a_version_has_learned_or_says_where_to_look(
-    gateway: RunningGateway,
-    keys: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    gateway: RunningGateway, keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = tool_agent()
     monkeypatch.setattr(module, "MOST_GROUPS", 2)

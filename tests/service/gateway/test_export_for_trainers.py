@@ -16,11 +16,7 @@ def turn(name: str, context: list[int], output: list[int], **fields: Any) -> Tur
     """Its logprobs are -(token id) / 64, so that a shifted one is seen."""
     spans = fields.pop("versions", ((3, len(output)),))
     starts = [sum(length for _, length in spans[:number]) for number in range(len(spans))]
-    given: dict[str, Any] = {
-        "session_id": "tree",
-        "started_at": OPENED_AT + 10,
-        "finish": "stop",
-    } | fields
+    given: dict[str, Any] = {"session_id": "tree", "started_at": OPENED_AT + 10, "finish": "stop"} | fields
     return Turn(
         turn_id=name,
         context_ids=TokenIds(context),

@@ -78,9 +78,7 @@ def test_an_overloaded_server_keeps_its_sessions_only_while_others_are_as_busy()
     assert choose_server([], session) is None
 
 
-def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(
-    stopped: TurnedClock,
-) -> None:
+def test_a_breaker_opens_after_failures_in_a_row_and_for_longer_each_time(stopped: TurnedClock) -> None:
     breaker = Breaker()
     for _ in range(2):
         breaker.failed(unreachable=False)

@@ -28,13 +28,7 @@ def tokens(count: int, advantage: float, ratios: Sequence[float] | None = None) 
     return TrainedTokens(count, struct.pack("<f", advantage), packed).pack()
 
 
-def step(
-    trainer: StreamReader,
-    number: int,
-    advantages: dict[str, float],
-    *,
-    ratio: float = 1.0,
-) -> None:
+def step(trainer: StreamReader, number: int, advantages: dict[str, float], *, ratio: float = 1.0) -> None:
     """The trainer trains everything that it has not read in step `number`, which makes the version of the
     same number. `advantages` are by session."""
     entries = trainer.read(1000, 0.01)
@@ -89,12 +83,7 @@ def test_a_trained_turn_shows_what_its_step_used_of_each_token(
     (turn,) = gateway.turns({"session_id": good})
     size = turn["output_len"]
     assert size > 1
-    assert turn["training"] == {
-        "step": 7,
-        "version": 7,
-        "advantages": [0.5] * size,
-        "ratios": [1.25] * size,
-    }
+    assert turn["training"] == {"step": 7, "version": 7, "advantages": [0.5] * size, "ratios": [1.25] * size}
     plain = gateway.get(f"/sessions/{good}").json()
     assert "training" not in plain["turns"][0]
 
@@ -133,10 +122,7 @@ def test_a_version_leads_back_to_the_turns_that_taught_it(
     assert found["next_cursor"] is None
     assert [each["step"] for each in found["data"]] == [2] * 4 + [3] * 2
     assert {each["group_id"] for each in found["data"]} == {"g2", "g3"}
-    assert {(each["reward"], each["advantage_mean"]) for each in found["data"]} == {
-        (1.0, 0.5),
-        (0.0, -0.5),
-    }
+    assert {(each["reward"], each["advantage_mean"]) for each in found["data"]} == {(1.0, 0.5), (0.0, -0.5)}
     for each in found["steps"]:
         own = [turn["tokens"] for turn in found["data"] if turn["step"] == each["step"]]
         assert sum(own) == each["tokens"]

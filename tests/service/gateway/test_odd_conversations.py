@@ -83,10 +83,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "max_tokens": 4000,
         "tools": [{"name": "f", "input_schema": SCHEMA}],
     },
-    "responses": {
-        "input": "x",
-        "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
-    },
+    "responses": {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]},
 }
 
 

@@ -209,9 +209,7 @@ def test_a_server_whose_status_is_nonsense_is_dead_and_the_others_live(fleet: Fl
     fleet.until_states("ready", "ready")
 
 
-def test_a_drained_server_stays_so_when_it_registers_again(
-    fleet: Fleet,
-) -> None:
+def test_a_drained_server_stays_so_when_it_registers_again(fleet: Fleet) -> None:
     fleet.gateway.admin("POST", "/rollout_servers/r0/drain")
     fleet.register("r0", fleet.urls[0])
     states = {each["id"]: each["state"] for each in fleet.status()["rollout_servers"]}
@@ -349,9 +347,7 @@ def test_an_operator_who_publishes_during_a_step_gets_another_number(fleet: Flee
 
 
 def test_a_trainer_has_the_fleet_go_back_and_then_on(
-    fleet: Fleet,
-    trainer: Trainer,
-    caplog: pytest.LogCaptureFixture,
+    fleet: Fleet, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     for version in (1, 2, 3):
         trainer.take()

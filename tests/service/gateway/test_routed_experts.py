@@ -151,7 +151,6 @@ def test_an_answer_of_token_ids_has_the_experts_that_were_asked_for(replaying: R
     one, two, _ = recorded(replaying, "trace")
     assert (one.experts, two.experts) == (expected(0, end - 1), expected(end - 1, whole - 1))
     refused = replaying.post(
-        "/inference/v1/generate",
-        {"token_ids": [5], "sampling_params": {"routed_experts_prompt_start": 1}},
+        "/inference/v1/generate", {"token_ids": [5], "sampling_params": {"routed_experts_prompt_start": 1}}
     )
     assert refused.json()["error"]["param"] == "sampling_params.routed_experts_prompt_start"

@@ -336,11 +336,7 @@ def test_a_hung_engine_keeps_its_answers_while_there_is_no_other(
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_an_engine_that_works_in_silence_keeps_its_answers(
-    gated: RunningGateway,
-    backends: Backends,
-    engines: list[Reached],
-    turned: TurnedClock,
-    tokens: int,
+    gated: RunningGateway, backends: Backends, engines: list[Reached], turned: TurnedClock, tokens: int
 ) -> None:
     """A long prefill delays the answer's begin, and the next tokens of every other answer."""
     flow(engines)

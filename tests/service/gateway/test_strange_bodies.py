@@ -289,10 +289,7 @@ UNREADABLE = [
     ("/sessions", '{"sampling": {"max_tokens": 18446744073709551616}}'),
     ("/sessions", '{"lineage": "\\ud800"}'),
     ("/sessions/here/reward", '{"value": 1, "source": "\\ud800"}'),
-    (
-        "/admin/rollout_servers",
-        '{"url": "http://\\ud800", "engine_url": "http://127.0.0.1:1", "id": "x"}',
-    ),
+    ("/admin/rollout_servers", '{"url": "http://\\ud800", "engine_url": "http://127.0.0.1:1", "id": "x"}'),
     ("/admin/policies", '{"location": "file:///\\ud800"}'),
     *(
         (MESSAGES_PATH, '{"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], ' + said + "}")

@@ -264,10 +264,7 @@ def test_arguments_reach_the_agent_as_they_were_sampled(
         assert model.relations(session) == ["root", "extends"], arguments
 
 
-TOO_MUCH = (
-    '{"n": ' + "9" * 5000 + "}",
-    *("[" * depth + "]" * depth for depth in (65, 985, 2000)),
-)
+TOO_MUCH = ('{"n": ' + "9" * 5000 + "}", *("[" * depth + "]" * depth for depth in (65, 985, 2000)))
 """Arguments that Python's JSON does not read, or only where its stack is short."""
 
 

@@ -130,9 +130,7 @@ async def test_a_deleted_session_keeps_its_place_among_the_others(ends: Ends) ->
     assert [isinstance(each.found, Tombstone) for each in listed] == [False, True, False]
 
 
-async def test_nobody_waits_for_a_deleted_member_of_a_group_and_nobody_takes_its_place(
-    ends: Ends,
-) -> None:
+async def test_nobody_waits_for_a_deleted_member_of_a_group_and_nobody_takes_its_place(ends: Ends) -> None:
     await ends.writer.open_group([spec(name, group_id="g", group_size=2) for name in ("a", "b")])
     await ends.deleted("a")
     standing = await ends.writer.group_progress("g")
@@ -274,10 +272,7 @@ async def test_turns_that_come_while_their_session_is_deleted_are_refused_or_del
             writers[number % 4].append_turn(turn(f"t{number}", name), 200.0) for number in range(round_ * 2)
         ]
         ended: list[Any] = await asyncio.gather(
-            *appends[:round_],
-            stream.deleter.delete_session(name),
-            *appends[round_:],
-            return_exceptions=True,
+            *appends[:round_], stream.deleter.delete_session(name), *appends[round_:], return_exceptions=True
         )
         (tombstone,) = [each for each in ended if isinstance(each, Tombstone)]
         refused = [each for each in ended if isinstance(each, SessionDeleted)]

@@ -37,11 +37,7 @@ async def write(ends: Ends, session_id: str, *hashes: str, user: str | None = No
 
 @pytest.mark.parametrize(
     "images",
-    [
-        (image(ONE, 0, 4),),
-        (image(ONE, 1, 3), image(TWO, 2, 3)),
-        (image(ONE, 2, 3), image(TWO, 0, 1)),
-    ],
+    [(image(ONE, 0, 4),), (image(ONE, 1, 3), image(TWO, 2, 3)), (image(ONE, 2, 3), image(TWO, 0, 1))],
 )
 def test_images_lie_in_their_turns_context_one_after_another(images: tuple[TurnImage, ...]) -> None:
     with pytest.raises(InvalidRecord, match="does not lie"):

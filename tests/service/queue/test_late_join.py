@@ -170,9 +170,7 @@ async def test_a_description_that_comes_before_an_end_is_in_it(stream: Ends) -> 
         assert (await stream.writer.append_outcome(outcome(), None, None)).group_id == "g"
 
 
-async def test_the_trainer_hears_the_group_of_a_session_that_was_deleted_meanwhile(
-    stream: Ends,
-) -> None:
+async def test_the_trainer_hears_the_group_of_a_session_that_was_deleted_meanwhile(stream: Ends) -> None:
     await called(stream)
     with pytest.MonkeyPatch.context() as patch:
         described = describing(stream, spec(**GROUP))

@@ -35,16 +35,7 @@ from rollout_queue.contract.errors import LeaseLost, SessionClosed, SessionDelet
 from rollout_queue.contract.head import LIST_START, SessionHead
 from rollout_queue.contract.packed_tokens import TrainedTokens
 from rollout_queue.contract.published_policy import TrainedStep
-from rollout_queue.contract.records import (
-    Outcome,
-    Record,
-    Reward,
-    SessionSpec,
-    Span,
-    Status,
-    Turn,
-    Verdict,
-)
+from rollout_queue.contract.records import Outcome, Record, Reward, SessionSpec, Span, Status, Turn, Verdict
 from rollout_queue.redis import consumer_scripts, key_names, session_deletion, stream_reader, turn_store
 from rollout_queue.redis.lease import FencedScript
 from rollout_queue.redis.lua import FENCED, Script

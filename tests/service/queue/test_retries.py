@@ -79,11 +79,7 @@ async def test_a_turn_that_was_continued_is_no_orphan(ends: Ends) -> None:
 async def test_of_three_attempts_the_last_one_stays_whichever_is_recorded_first(
     ends: Ends, order: tuple[str, ...]
 ) -> None:
-    attempts = {
-        "first": FIRST,
-        "second": attempt("second", 1, 110.0),
-        "third": attempt("third", 2, 120.0),
-    }
+    attempts = {"first": FIRST, "second": attempt("second", 1, 110.0), "third": attempt("third", 2, 120.0)}
     head = await recorded(ends, *(attempts[name] for name in order))
     assert set(head.orphans) == {"first", "second"}
 

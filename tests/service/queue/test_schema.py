@@ -26,10 +26,7 @@ def test_a_release_notes_its_schema_and_accepts_older_ones(redis: Redis) -> None
 @pytest.mark.parametrize(
     ("stored", "sentence"),
     [
-        (
-            str(SCHEMA + 1),
-            f"has data of schema {SCHEMA + 1}, and this release reads up to {SCHEMA}",
-        ),
+        (str(SCHEMA + 1), f"has data of schema {SCHEMA + 1}, and this release reads up to {SCHEMA}"),
         ("what", "Redis has data of schema what"),
         (RESTORING, "a backup is being restored into this Redis, or its restore was interrupted"),
     ],

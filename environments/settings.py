@@ -24,11 +24,17 @@ class ToolServerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     command: str | None = None
+    """The program of a server that speaks over stdin and stdout."""
     args: tuple[str, ...] = ()
+    """Its arguments."""
     env: dict[str, str] = {}
+    """Its variables."""
     cwd: str | None = None
+    """The directory in which it runs."""
     url: str | None = None
+    """The address of a server that runs already."""
     headers: dict[str, str] = {}
+    """Headers of each request to this address."""
     transport: Literal["http", "sse"] = "http"
     """`sse` is for servers older than the streamable transport."""
     tools: tuple[str, ...] | None = None
@@ -49,11 +55,11 @@ class RunSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     environment: str
-    """`LIBRARY:NAME`, for instance `reasoning_gym:chain_sum`, `python:module:Class` or
-    `openenv:http://HOST:PORT`."""
+    """`LIBRARY:NAME`: `reasoning_gym:chain_sum`, `python:module:Class`, `openenv:http://HOST:PORT`, …."""
     options: dict[str, Any] = {}
     """What the environment is made with."""
     mode: Mode = "train"
+    """`eval` judges, and nothing of it is trained."""
     model: str | None = None
     """The model to call; without it, the one that the gateway serves. `policy@12` pins version 12."""
     opponent: str | None = None
@@ -67,8 +73,7 @@ class RunSettings(BaseModel):
     concurrency: PositiveInt = 32
     """How many episodes run at once, those of evaluations included."""
     episodes: PositiveInt | None = None
-    """The run ends after so many; without it, an evaluation plays each task once and a training run goes
-    on."""
+    """The run ends after so many; without it, an evaluation plays each task once, a training goes on."""
     until_reward: float | None = None
     """The run ends when the mean reward of the last 128 episodes reaches this."""
     time_limit_s: PositiveFloat | None = None
@@ -93,8 +98,7 @@ class RunSettings(BaseModel):
     most_failed_groups: PositiveInt = 5
     """So many groups in a row in which every episode failed end the run."""
     graded_elsewhere: bool = False
-    """Episodes without a reward wait for one, for instance of the reward service, instead of being
-    `failed`."""
+    """Episodes without a reward wait for one, as of the reward service, instead of being `failed`."""
 
     eval_every: Annotated[int, Field(ge=0)] = 0
     """A training run has the model evaluated at its start, and after so many new versions; 0: never."""

@@ -75,7 +75,7 @@ def create_app(settings: FineTuningSettings) -> FastAPI:
     app.add_middleware(RequestIds)
     install_error_handlers(app)
     app.add_exception_handler(BadInput, _answer)
-    app.include_router(probes(readiness, text_of(_registry(jobs, queue))))
+    app.include_router(probes(readiness, text_of(registry_of(jobs, queue))))
     app.include_router(file_routes(files))
     routes = JobRoutes(jobs, files, queue, policy, settings.limits, runner, python=not keyring.open)
     app.include_router(routes.router())
@@ -101,7 +101,7 @@ async def _answer(_: Request, error: Exception) -> Response:
     return ApiError(error.status, str(error), param=error.param).response()
 
 
-def _registry(jobs: JobStore, queue: JobQueue) -> CollectorRegistry:
+def registry_of(jobs: JobStore, queue: JobQueue) -> CollectorRegistry:
     registry = CollectorRegistry()
     waiting = Gauge("weir_fine_tuning_jobs_queued", "Jobs that wait for their turn", registry=registry)
     waiting.set_function(lambda: sum(job.status == "queued" for job in jobs.oldest_first))

@@ -53,7 +53,7 @@ class Metrics:
         self.refusals = self._counter("weir_refusals_total", "Requests that a limit refused with 429", "code")
         self.forgotten = self._counter(
             "weir_sessions_forgotten_total",
-            "Settled sessions forgotten, by reason: their age, or a Redis that fills up",
+            "Sessions removed after their verdict, by why: their age, or because Redis lacks memory",
             "why",
         )
         self._rows = self._answers = 0
@@ -81,12 +81,12 @@ class Metrics:
             "weir_turn_seconds", "Seconds from the beginning of a generation to its last token"
         )
         self._record_seconds = self._distribution(
-            "weir_record_seconds", "Seconds to append one turn to Redis"
+            "weir_record_seconds", "Seconds of the append to Redis that follows a generation"
         )
 
     def _define_fleet(self) -> None:
         self.serving_version = self._gauge(
-            "weir_serving_version", "Policy version that the fleet should serve; -1 for none"
+            "weir_serving_version", "The newest version that a server has proved; -1 for none"
         )
         self.servers = self._gauge("weir_rollout_servers", "Rollout servers by state", "state")
         self.in_rotation = self._gauge(
@@ -94,7 +94,7 @@ class Metrics:
         )
         self.failovers = self._counter(
             "weir_engine_faults_total",
-            "Generations that an engine failed to finish, by reason and outcome",
+            "Answers that an engine did not finish, by reason and outcome: retried, or given_up",
             "reason",
             "outcome",
         )
@@ -184,7 +184,7 @@ class DeploymentGauges:
         self.trainer_seen = self._gauge(
             "weir_trainer_seen_timestamp_seconds", "When the trainer last reported, since 1970"
         )
-        self._trainer = self._states("weir_trainer_state", "1 for the trainer's state", TRAINER_STATES)
+        self._trainer = self._states("weir_trainer_state", "1 for the state of the trainer", TRAINER_STATES)
         self._push = self._states("weir_push_state", "1 for the state of the last push", PUSH_STATES)
         self.push_version = self._gauge("weir_push_version", "The version of the last push")
         self.held = self._gauge("weir_versions_held", "1 while the fleet keeps its version")
@@ -223,17 +223,15 @@ class CallCollector(Collector):
         in_flight = GaugeMetricFamily("weir_calls_in_flight", "Calls in flight", labels=["dialect"])
         ignoring = CounterMetricFamily(
             "weir_calls_with_ignored_fields",
-            "Calls with fields that the gateway did not know, and ignored",
+            "Calls with fields that the gateway does not know",
             labels=["dialect"],
         )
         joined = CounterMetricFamily(
             "weir_joined_calls", "Calls that joined a call in flight, which they repeat", labels=["dialect"]
         )
-        first = _histogram("weir_first_token_seconds", "Seconds from a stream's request to its first token")
-        gaps = _histogram(
-            "weir_token_gap_seconds", "Seconds between two events of a stream, without heartbeats"
-        )
-        wait = _histogram("weir_engine_wait_seconds", "Seconds until an engine accepted an answer's request")
+        first = _histogram("weir_first_token_seconds", "Seconds from a stream's headers to its first token")
+        gaps = _histogram("weir_token_gap_seconds", "Seconds between two events with tokens of a stream")
+        wait = _histogram("weir_engine_wait_seconds", "Seconds until an engine accepted a call, or none did")
         parts = SummaryMetricFamily(
             "weir_part_seconds", "Seconds that each part of the calls took", labels=("dialect", "part")
         )
@@ -312,7 +310,7 @@ class FleetCollector(Collector):
         yield _gauge("weir_engine_running", "Requests that run in the ready engines", found.running)
         yield _gauge("weir_engine_queued", "Requests that wait in the ready engines", found.queued)
         if found.kv_usage is not None:
-            text = "Mean share of the ready engines' key-value caches that running requests have"
+            text = "Mean share of the ready engines' key-value caches in use; absent if none says it"
             yield _gauge("weir_engine_kv_usage", text, found.kv_usage)
         if found.limit is not None:
             yield _gauge("weir_engine_limit", "Sum of the ready servers' limits of calls", found.limit)

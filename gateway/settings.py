@@ -88,8 +88,7 @@ class WarningSettings(SettingsPart):
 
 
 class CanarySettings(SettingsPart):
-    """The defaults of a canary: which calls it answers, and what it has to show. A bound of null is not
-    looked at."""
+    """The defaults of a canary: which calls it answers, what it has to show. A null bound is not judged."""
 
     share: float = Field(0.1, gt=0, lt=1)
     """The share of the new groups that it answers."""

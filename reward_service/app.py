@@ -131,7 +131,7 @@ def create_app(settings: RewardSettings, *, isolated: bool | None = None) -> Fas
     gateway = SessionGateway(parts.gateway, settings.dispatch)
     dispatcher = Dispatcher(gateway, parts.rules(gateway), settings.dispatch, parts.metrics)
     slots = Slots(settings.limits.runs, settings.limits.waiting)
-    _measure(parts, dispatcher, slots)
+    measure(parts, dispatcher, slots)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -165,7 +165,7 @@ def create_app(settings: RewardSettings, *, isolated: bool | None = None) -> Fas
     return app
 
 
-def _measure(parts: RewardParts, dispatcher: Dispatcher, slots: Slots) -> None:
+def measure(parts: RewardParts, dispatcher: Dispatcher, slots: Slots) -> None:
     metrics, memory = parts.metrics, dispatcher.memory
     metrics.gauge("python_processes", "Processes of Python graders", lambda: parts.python.running)
     metrics.gauge("requests", "Requests that are graded or wait", lambda: slots.taken)

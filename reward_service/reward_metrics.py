@@ -18,13 +18,13 @@ class RewardMetrics:
         self.registry = CollectorRegistry()
         self._runs = Counter(
             "weir_rewards_grader_runs",
-            "Graders that ran for a request, by type and whether they gave a score",
+            "Graders that ran for a request, by type and outcome: score, error",
             ["type", "outcome"],
             registry=self.registry,
         )
         self._run_seconds = Histogram(
             "weir_rewards_grader_run_seconds",
-            "Time that a grader took for a request",
+            "Time that a grader took for a request, by type",
             ["type"],
             buckets=GRADING_BUCKETS_S,
             registry=self.registry,
@@ -32,13 +32,13 @@ class RewardMetrics:
 
         self._sessions = Counter(
             "weir_rewards_sessions",
-            "Sessions that a rule took, by what became of them",
+            "Sessions that a rule took, by outcome; late: stored after the end; already: rewarded meanwhile",
             ["rule", "outcome"],
             registry=self.registry,
         )
         self._attempts = Counter(
             "weir_rewards_attempts",
-            "Attempts to grade a session, by whether the grader answered",
+            "Attempts to grade a session, by rule and outcome: answered, failed",
             ["rule", "outcome"],
             registry=self.registry,
         )
@@ -51,7 +51,7 @@ class RewardMetrics:
         )
         self._readings = Counter(
             "weir_rewards_list_readings",
-            "Readings of the gateway's list of sessions",
+            "Readings of the gateway's list of sessions, by outcome: read, failed",
             ["outcome"],
             registry=self.registry,
         )

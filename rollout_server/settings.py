@@ -29,15 +29,10 @@ class EngineLoraSettings(SettingsPart):
     """The LoRA adapters that the engine takes."""
 
     max_rank: int = Field(64, ge=1)
+    """The largest rank of an adapter."""
     target_modules: CommaSeparated = [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "lm_head",
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj", "lm_head"),
     ]
     """The layers that may have an adapter, by the last part of their names."""
     max_loaded: int = Field(16, ge=2)
@@ -60,8 +55,7 @@ class RolloutServerSettings(HttpSettings):
     section: ClassVar[str] = "rollout_server"
 
     id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,128}$")
-    """The name in the fleet; null means <host name>-<port>. The gateway refuses a second server with the same
-    name."""
+    """The name in the fleet; null: <host name>-<port>. The gateway refuses a second server with this name."""
     otel: OtelSettings | None = None
     """Traces; null: none."""
     port: int = 8100
@@ -104,8 +98,7 @@ class RolloutServerSettings(HttpSettings):
     engine_port: int = 30000
     """The port on which the engine listens."""
     engine_public_url: str | None = None
-    """Where the gateway reaches the engine; null means http://engine_host:engine_port. For 0.0.0.0 see
-    `public_url`."""
+    """Where the gateway reaches it; null: http://engine_host:engine_port. For 0.0.0.0 see `public_url`."""
     engine_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto: on a GPU if there is one."""
     memory: Literal["exclusive", "shared"] = "exclusive"

@@ -75,7 +75,7 @@ def create_app(
         return None if shared_state.ready else "the trainer is starting: it has not read the stream yet"
 
     app.include_router(probes(readiness, text_of(registry)))
-    _show_disk(store, registry)
+    show_disk(store, registry)
     guarded = [Depends(admins_only)]
     app.include_router(_control(shared_state), dependencies=guarded)
     app.include_router(_ledger(ledger), dependencies=guarded)
@@ -87,7 +87,7 @@ def create_app(
     return app
 
 
-def _show_disk(store: PolicyStore, registry: CollectorRegistry) -> None:
+def show_disk(store: PolicyStore, registry: CollectorRegistry) -> None:
     used = Gauge("weir_trainer_policies_bytes", "Bytes that published versions take", registry=registry)
     used.set_function(lambda: store.size)
     free = Gauge("weir_trainer_disk_free_bytes", "Free bytes on the disk of the versions", registry=registry)

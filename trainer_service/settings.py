@@ -55,25 +55,32 @@ class TeacherSettings(SettingsPart):
     url: str
     """The address of an SGLang server: http://host:port."""
     api_key: str | None = None
+    """Its key."""
     timeout_s: float = Field(120.0, gt=0)
+    """How long it may take for one row."""
     concurrency: int = Field(8, ge=1)
+    """How many rows it scores at once."""
 
 
 class WandbSettings(SettingsPart):
     """Section `trainer.wandb`. The API key comes from `wandb login`, or from WANDB_API_KEY."""
 
     project: str
+    """The project of the run."""
     name: str | None = None
     """The run's name. It stays the same when the trainer is restarted."""
     entity: str | None = None
+    """The user or team that owns the project; null: the default of the key."""
     group: str | None = None
-    """Default: `name`."""
+    """What joins the runs of restarted trainers. Default: `name`."""
     id: str | None = None
     """The run's id. With an id, a restarted trainer continues the run; without one, it begins a new run."""
     tags: tuple[str, ...] = ()
+    """Tags of the run."""
     mode: Literal["online", "offline"] = "online"
     """Offline runs are written to `dir`, for `wandb sync`."""
     dir: Path = Path("run")
+    """Where the library writes its files."""
 
 
 class CollectiveSettings(SettingsPart):

@@ -25,8 +25,8 @@ class TrainerMetrics:
         show_spans(registry)
         self._sinks = sinks
         self._gauges: dict[str, Gauge] = {}
-        self._steps = Counter("weir_trainer_steps", "Optimizer steps", registry=registry)
-        self._tokens = Counter("weir_trainer_tokens", "Tokens trained", registry=registry)
+        self._steps = Counter("weir_trainer_steps", "Optimizer steps of this process", registry=registry)
+        self._tokens = Counter("weir_trainer_tokens", "Tokens that this process trained", registry=registry)
         self._sessions = Counter(
             "weir_trainer_sessions",
             "Sessions that the trainer ended, by verdict",
@@ -35,7 +35,7 @@ class TrainerMetrics:
         )
         self._pushes = Counter(
             "weir_trainer_pushes",
-            "Pushes of a version to a rollout server, by success",
+            "Pushes of a version to a rollout server, by success (ok)",
             ["ok"],
             registry=registry,
         )
@@ -55,19 +55,19 @@ class TrainerMetrics:
         self._paused = Gauge("weir_trainer_paused", "1 while the training is paused", registry=registry)
         self._task_reward = Gauge(
             "weir_trainer_task_reward",
-            "Mean reward of a task's sessions that ended before the last step with some",
+            "Mean reward of a task's sessions, of the last step that has some",
             ["task"],
             registry=registry,
         )
         self._reward = Gauge(
             "weir_trainer_eval_reward",
-            "Mean reward of the evaluation sessions of a version",
+            "Mean reward of the evaluations of each of the 16 versions that were evaluated last",
             ["version"],
             registry=registry,
         )
         self._evaluated = Gauge(
             "weir_trainer_eval_sessions",
-            "Evaluation sessions of a version, by how they ended",
+            "Evaluation sessions, by version and end: rewarded, unrewarded, failed",
             ["version", "end"],
             registry=registry,
         )

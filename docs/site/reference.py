@@ -1,4 +1,4 @@
-"""Writes the generated pages of the site, from the code: settings, REST, command line and Python API.
+"""Writes the generated pages of the site, from the code: settings, metrics, REST, commands and Python API.
 
 python docs/site/reference.py DIRECTORY
 """
@@ -6,17 +6,33 @@ python docs/site/reference.py DIRECTORY
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import typer
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
+from environments.settings import RunSettings
+from fine_tuning.app import registry_of
 from gateway.app import ROUTES
+from gateway.counters import FleetFigures
+from gateway.prometheus import Metrics
 from gateway.rest.openapi import openapi_document
+from reward_service.app import RewardParts, measure
+from reward_service.settings import RewardSettings
 from rollout_queue.http.api_page import REFUSED
+from rollout_queue.settings import models_in
+from rollout_server.rollout_metrics import RolloutMetrics
+from trainer_service.app import show_disk
+from trainer_service.trainer_metrics import TrainerMetrics
 from weir.__main__ import app as command_line
-from weir.configuration import every_section
+from weir.configuration import every_section, sentence_of_field, service_settings, unit_of
 
+ROOT = Path(__file__).parents[2]
 SERVICES = {
     "gateway": "What agents meet",
     "rollout_server": "One for each engine",
@@ -25,6 +41,7 @@ SERVICES = {
     "fine_tuning": "The service for fine-tuning jobs",
     "stack": "What `weir up` starts",
 }
+HEAD = "| setting | default | |\n|---|---|---|"
 PYTHON_API = {
     "weir.client": "What an agent's program imports. It needs httpx alone.",
     "environments.environment": "What an environment of your own is made of.",
@@ -33,21 +50,102 @@ PYTHON_API = {
 
 
 def settings_page() -> Iterator[str]:
-    """Every setting with its default, as `weir config --explain` prints it."""
+    """Every setting with its default, also those of groups that are off by default, and those of a run."""
     yield "# Settings\n"
-    yield "Each field is also a variable: `gateway.port` is `WEIR_GATEWAY__PORT`. `weir config` prints"
-    yield "the values of a machine, `weir config --explain` this table. What several have stands once.\n"
+    yield "Each field is also a variable: `gateway.port` is `WEIR_GATEWAY__PORT`. `weir config` prints the"
+    yield "values of a machine, `weir config --explain` the sentences of fields that deployments set. What"
+    yield "several have stands once.\n"
+    kinds = {kind.section: kind for kind in service_settings()}
     for section in every_section():
-        yield f"## {section.name}\n\n{SERVICES[section.name]}.\n\n| setting | default | |\n|---|---|---|"
+        yield f"## {section.name}\n\n{SERVICES[section.name]}.\n\n{HEAD}"
         for each in section.leaves():
-            name = each.path.removeprefix(f"{section.name}.")
-            unit = f" {each.unit}" if each.unit else ""
-            yield f"| `{name}` | `{_cell(each.default)}`{unit} | {_cell(each.sentence)} |"
+            yield _row(each.path.removeprefix(f"{section.name}."), each.default, each.unit, each.sentence)
+        kind = kinds[section.name]
+        given = {"model_path": "unset"} if "model_path" in kind.model_fields else {}
+        yield from _groups_that_are_off(kind.model_validate(given))
+    yield f"\n## A run of `weir env`\n\n`--set NAME=VALUE` sets each.\n\n{HEAD}"
+    yield from _fields(RunSettings)
+    yield from _groups_that_are_off(RunSettings(environment="library:name"))
+
+
+def _groups_that_are_off(settings: BaseModel, place: str = "") -> Iterator[str]:
+    """The fields of the groups that the settings have only if somebody gives them, such as `otel`."""
+    for name, info in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            yield from _groups_that_are_off(value, f"{place}{name}.")
+        elif not value:
+            for group in models_in(info.annotation):
+                word = _kind_of(group)
+                yield f"\n### `{place}{name}`{f', kind `{word}`' if word else ''}\n\n{HEAD}"
+                yield from _fields(group)
+    yield ""
+
+
+def _kind_of(group: type[BaseModel]) -> str:
+    """The word by which a rule names its kind; empty for other groups."""
+    field = group.model_fields.get("kind")
+    return field.annotation.__args__[0] if field is not None else ""  # type: ignore[union-attr]
+
+
+def _fields(kind: type[BaseModel]) -> Iterator[str]:
+    for name, info in kind.model_fields.items():
+        if name != "kind":
+            yield _row(name, _default(info), unit_of(name, info), sentence_of_field(kind, name, info))
+
+
+def _default(info: FieldInfo) -> object:
+    if info.is_required():
+        return "none"
+    value = info.get_default(call_default_factory=True, validated_data={})
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
+
+
+def _row(name: str, default: object, unit: str, sentence: str) -> str:
+    return f"| `{name}` | `{_cell(default)}`{f' {unit}' if unit else ''} | {_cell(sentence)} |"
+
+
+def metrics_page() -> Iterator[str]:
+    """Every metric that Prometheus reads, but those of a training step, with its labels and its help."""
+    yield "# Metrics for Prometheus\n"
+    yield "What `GET /metrics` of each service has. [Metrics](../docs/metrics.md) has those of the trainer's"
+    yield "steps, which Prometheus gets as well, and says how to read them.\n"
+    for service, registry in _registries().items():
+        yield f"## {service}\n\n| metric | labels | |\n|---|---|---|"
+        for collector in registry._collector_to_names:
+            for each in [collector] if isinstance(collector, MetricWrapperBase) else collector.collect():
+                yield _metric(each)
         yield ""
 
 
+def _metric(each: Any) -> str:
+    """The row of a metric, or of a family of samples, which call their parts differently."""
+    own = isinstance(each, MetricWrapperBase)
+    name, kind = (each._name, each._type) if own else (each.name, each.type)
+    shown = f"`{name}{'_total' if kind == 'counter' else ''}`"
+    labels = ", ".join(f"`{label}`" for label in each._labelnames)
+    return f"| {shown} | {labels} | {_cell(each._documentation if own else each.documentation)} |"
+
+
+def _registries() -> Mapping[str, CollectorRegistry]:
+    """What each service registers, with stand-ins for what has the values."""
+    nothing: Any = SimpleNamespace(size=0, free=0, waiting=(), memory=None)
+    gateway, trainer, rewards = Metrics(), CollectorRegistry(), RewardParts.of(RewardSettings())
+    gateway.fleet.read = lambda: FleetFigures({}, 0, 0, 0, 0.0, 0)
+    TrainerMetrics(trainer)
+    show_disk(nothing, trainer)
+    measure(rewards, nothing, nothing)
+    return {
+        "gateway": gateway.registry,
+        "rollout_server": RolloutMetrics(nothing).registry,
+        "trainer": trainer,
+        "rewards": rewards.metrics.registry,
+        "fine_tuning": registry_of(nothing, nothing),
+    }
+
+
 def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return str(value).replace(f"{ROOT}/", "").replace("|", "\\|").replace("\n", " ")
 
 
 def rest_page() -> Iterator[str]:
@@ -124,7 +222,13 @@ def python_page() -> Iterator[str]:
         yield f"{what}\n\n::: {module}\n"
 
 
-PAGES = {"settings": settings_page, "rest": rest_page, "cli": cli_page, "python": python_page}
+PAGES = {
+    "settings": settings_page,
+    "metrics": metrics_page,
+    "rest": rest_page,
+    "cli": cli_page,
+    "python": python_page,
+}
 
 
 def write(directory: Path) -> None:

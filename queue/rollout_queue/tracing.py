@@ -37,6 +37,7 @@ class OtelSettings(SettingsPart):
     queue_spans: int = Field(2048, ge=1, le=2**17)
     """Spans that wait for their export. More are dropped, and counted."""
     export_every_s: float = Field(2.0, gt=0)
+    """The pause between two exports."""
 
     @property
     def traces_url(self) -> str | None:

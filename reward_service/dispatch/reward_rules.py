@@ -64,22 +64,21 @@ class RewardRule(SessionRule):
     attempts: int = Field(5, ge=1)
     """After so many failed attempts a session is a dead letter, which this service tries no more."""
     backoff_s: float = Field(2.0, gt=0)
-    """The pause after the first failed attempt; it doubles with each further one, up to
-    `dispatch.backoff_limit_s`."""
+    """The pause after a failed attempt; it doubles each time, up to `dispatch.backoff_limit_s`."""
     concurrency: int = Field(4, ge=1)
     """How many sessions it grades at once."""
 
 
 class GroupRewardRule(RewardRule):
-    """What rules have that grade all sessions of a group at once. Sessions without a group are left to the
-    next rule."""
+    """Rules that grade all sessions of a group at once leave those without a group to the next rule."""
 
     before_expiry_s: float = Field(300.0, ge=0)
     """A group with sessions that are still open is graded without them so long before the first of those that
     wait expires, and at most half of that session's life before."""
     most_members: int = Field(64, ge=2)
+    """A group with more sessions is a dead letter."""
     most_chars: int = Field(400_000, ge=1)
-    """The largest group that is graded; a larger one is a dead letter."""
+    """A group whose texts have more characters is a dead letter."""
 
 
 class HttpRule(GroupRewardRule):
@@ -89,6 +88,7 @@ class HttpRule(GroupRewardRule):
     per: Literal["session", "group"] = "session"
     """What one call grades."""
     url: PlainUrl
+    """Where each session, or group, is posted."""
     api_key: str | None = None
     """Sent as `Authorization: Bearer …`."""
     rubric: str | None = None
@@ -100,6 +100,7 @@ class PythonRule(RewardRule):
 
     kind: Literal["python"]
     source: str | None = Field(None, max_length=MAX_SOURCE_CHARS)
+    """The source of the function `grade(sample, item)`."""
     source_file: Path | None = None
     """Read when the service starts."""
 
@@ -119,6 +120,7 @@ class OpenAiGraderRule(RewardRule):
 
     kind: Literal["openai_grader"]
     grader: AnyGrader
+    """The grader, as an object of OpenAI's API."""
 
 
 class JudgeRule(RewardRule):
@@ -128,7 +130,9 @@ class JudgeRule(RewardRule):
     rubric: str = Field(min_length=1, max_length=100_000)
     """What makes an episode good. It may have variables, such as {{item.answer}}."""
     model: str = Field("policy", min_length=1, max_length=200)
+    """The model that grades."""
     range: Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)] = [0.0, 1.0]
+    """The least and the largest reward."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "JudgeRule":
@@ -144,6 +148,7 @@ class RelativeRule(GroupRewardRule):
     rubric: str = Field(min_length=1, max_length=100_000)
     """What makes an episode good."""
     model: str = Field("policy", min_length=1, max_length=200)
+    """The model that grades."""
     seed: int = 0
     """Of the order in which the model reads the sessions."""
 

@@ -260,7 +260,7 @@ class ReinforcePpBaseline(RolloutAdvantage):
         return self.whiten
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        return centred(rollouts.rewards, rollouts.groups)
+        return centred(rollouts.rewards, rollouts.groups)  # whitened: `adv.reinforce_pp_baseline`
 
 
 Advantage = Annotated[

@@ -51,8 +51,7 @@ def _lp_of_the_rest(lp_TK: Tensor) -> Tensor:
 
 
 class ReverseKl(PolicyLossFormula):
-    """On-policy distillation: the teacher's log-probabilities are the only signal, and rewards are not
-    used."""
+    """On-policy distillation: the teacher's log-probabilities are the only signal; rewards are not used."""
 
     uses_advantages: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = True

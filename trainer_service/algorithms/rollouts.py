@@ -160,8 +160,11 @@ class LengthPenalty(Frozen):
     """The share of its group's mean reward that the longest member loses, for each measure of length."""
 
     output_tokens: Fraction = 0.0
+    """The share that the member with the most sampled tokens loses."""
     input_tokens: Fraction = 0.0
+    """The share that the member with the most tokens that it read loses."""
     turns: Fraction = 0.0
+    """The share that the member with the most turns loses."""
 
     @model_validator(mode="after")
     def _something_counts(self) -> "LengthPenalty":

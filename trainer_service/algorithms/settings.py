@@ -62,8 +62,7 @@ class AlgorithmSettings(LossSettings):
     """How rewards change before they are compared. `truncated` applies to sessions that their agent ended as
     truncated."""
     zero_variance: float = Field(ZERO_VARIANCE, ge=0)
-    """If the estimator compares group members, a group whose rewards differ by at most this is not
-    trained."""
+    """If the estimator compares members, a group whose rewards differ by at most this is not trained."""
     prox: Literal["reuse", "recompute", "loglinear"] = "reuse"
     """How the trainer gets the log-probabilities under the weights before the step. reuse: it takes those of
     the pass that computes the gradient; a batch that makes several steps still gets an extra forward pass.
@@ -86,8 +85,7 @@ class AlgorithmSettings(LossSettings):
     max_waiting_groups: int = Field(64, ge=1)
     """For `bounded`: how many complete groups may wait. More wait only as long as they do not fill a step."""
     replay_share: float = Field(0.0, ge=0, lt=1)
-    """For `newest`: up to this share of a step's groups are the oldest that wait. No token is trained
-    twice."""
+    """For `newest`: up to this share of a step are the oldest groups that wait. No token is trained twice."""
     curriculum: CurriculumSettings | None = None
     """If set, groups of tasks that the policy sometimes solves are taken before the others."""
     max_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
@@ -114,8 +112,7 @@ class AlgorithmSettings(LossSettings):
     streaming: bool = True
     """Learn from complete groups while the step waits for others, if `learns_early` allows it."""
     flush_after_s: float | None = Field(None, gt=0)
-    """After this time without a new record, make a step with fewer rows. None: always wait for
-    `min_live_rows`."""
+    """After this time without a new record, make a step with fewer rows. None: wait for `min_live_rows`."""
     group_wait_s: float = Field(3600.0, gt=0)
     """A group that got no record for this long is scored without the members that sent no record at all."""
     group_deadline_s: float | None = Field(None, gt=0)

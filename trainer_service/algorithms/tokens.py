@@ -61,8 +61,7 @@ class Tokens:
     """As the engine reported it when it sampled the token."""
     advantages_T: Tensor
     rows_T: Tensor
-    """The row of each token, numbered as in `StepCounts`; int64. A row is never split between
-    micro-batches."""
+    """The row of each token, numbered as in `StepCounts`; int64. No row is split between micro-batches."""
     lp_ref_T: Tensor | None = None
     lp_teacher_T: Tensor | None = None
     entropy_T: Tensor | None = None

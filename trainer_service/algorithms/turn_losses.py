@@ -77,8 +77,7 @@ class CovarianceCut:
 
     @classmethod
     def of(cls, lp_T: Tensor, advantages_T: Tensor, *, fraction: float) -> "CovarianceCut":
-        """Chooses the `fraction` of tokens with the largest (A - mean A)(lp - mean lp), at least one
-        token."""
+        """Chooses the `fraction` of tokens with the largest (A - mean A)(lp - mean lp), one at least."""
         if len(lp_T) == 0:
             return cls(0.0, 0.0, torch.inf)
         lp_T, advantages_T = lp_T.double(), advantages_T.double()
@@ -175,8 +174,7 @@ class Ppo(ClippedRatio):
     clip_low: Share = 0.2
     clip_high: Above0 = 0.28
     dual_clip: float | None = Field(3.0, gt=1)
-    """The loss of a token with a negative advantage is at most this many times |advantage|; null: no
-    bound."""
+    """The loss of a token with a negative advantage is at most this times |advantage|; null: no bound."""
     anchor: Anchor = "prox"
 
     def losses(self, tokens: Tokens, statistics: StepStatistics) -> TokenLosses:

@@ -68,11 +68,11 @@ class LoraSettings(SettingsPart):
     sum of base weights and adapters."""
 
     rank: int = Field(16, ge=1)
+    """The rank of the adapters."""
     alpha: float = Field(32.0, gt=0)
     """The adapter's product is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """The layers with an adapter, by the last part of their names. all-linear: all linear layers except the
-    head."""
+    """The layers with an adapter, by the ends of their names. all-linear: all linear layers but the head."""
     merge_rounding: Literal["stochastic", "nearest"] = "stochastic"
     """How merged weights are rounded to the type of the base model's file, if it has 16 bits. stochastic: up
     or down at random, without a bias. nearest: changes below half a rounding step are lost."""

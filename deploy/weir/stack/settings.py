@@ -53,8 +53,7 @@ class StackSettings(ServiceSettings):
     owners: ClassVar[Mapping[str, str]] = {field: ".".join(owner) for field, owner in OWNERS.items()}
 
     run_dir: Path = Path("run")
-    """The directory of everything that a run writes: logs, Redis' file, policies, checkpoints, weir.yaml,
-    stack.json."""
+    """What a run writes: logs, Redis' file, policies, checkpoints, weir.yaml, stack.json."""
     model_path: Path | None = None
     """Hugging Face directory that the engine and the trainer start from."""
     models_dir: Path = Path("run/models")
@@ -68,11 +67,9 @@ class StackSettings(ServiceSettings):
     trainer_port: Annotated[int, OF_SERVICE] = 8200
     rewards_port: Annotated[int, OF_SERVICE] = 8300
     engine_python: Path = Field(default_factory=engine_python)
-    """The Python interpreter of SGLang's own environment. SGLang needs other versions of packages than
-    Weir."""
+    """The interpreter of SGLang's own environment, which has other versions of packages than Weir."""
     trainer_ranks: int = Field(1, ge=1)
-    """How many processes train together, each on its share of a batch, and each on a GPU of its own if there
-    are GPUs."""
+    """How many processes train together, each on its share of a batch, and on its own GPU if there is one."""
     client_keys: CommaSeparated = []
     admin_keys: CommaSeparated = []
     rollout_server_key: ServiceKey = None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from docs.site.reference import metrics_page
 from tests.support.kubernetes.pods import Pod, pods_of, ports
 from tests.support.kubernetes.rendered import ROOT, SOURCE, Object, of_kind
 
@@ -44,7 +45,7 @@ def test_every_metric_by_which_pods_are_scaled_has_a_rule(overlays: dict[str, li
 
 
 def test_the_rules_read_metrics_that_are_there() -> None:
-    gateway = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    gateway = "\n".join(metrics_page())
     engine = ROOT / ".venv-engine/lib/python3.11/site-packages/sglang/srt/observability/metrics_collector.py"
     text = engine.read_text(encoding="utf-8") if engine.exists() else None
     for rule in [each for kind in RULES for each in RULES[kind]]:

@@ -3,19 +3,18 @@
 import asyncio
 import re
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from docs.site.reference import metrics_page
 from tests.support.gateway.calls import Call
 from tests.support.gateway.gated_engine import asked, let_on
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.waiting import wait_until
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 HI = [{"role": "user", "content": "hi"}]
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": HI}),
@@ -191,15 +190,11 @@ def test_a_call_that_no_engine_takes_has_waited(backends: Backends) -> None:
     assert found["weir_part_seconds_count", "chat", "sample"] == 0
 
 
-def test_the_document_names_every_metric_and_every_label(fresh: RunningGateway) -> None:
+def test_the_page_of_metrics_has_every_metric_with_its_help_and_every_label(fresh: RunningGateway) -> None:
     fresh.chat()
-    _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition("\n## Of the gateway\n")
-    rows = re.findall(r"^\| (`weir_\w+`(?:, `weir_\w+`)*) \|([^|]*)\|", rest.split("\n## ")[0], re.M)
-    named = {
-        name: set(re.findall(r"`(\w+)`", labels))
-        for names, labels in rows
-        for name in re.findall(r"\w+", names)
-    }
+    page = "\n".join(metrics_page()).partition("\n## gateway\n")[2].split("\n## ")[0]
+    rows = re.findall(r"^\| `(weir_\w+)` \|([^|]*)\| \w", page, re.M)
+    named = {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
     families = text_string_to_metric_families(fresh.get("/metrics", key=None).text)
     measured: dict[str, set[str]] = {}
     for family in families:

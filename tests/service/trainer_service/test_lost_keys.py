@@ -1,6 +1,6 @@
 """Redis loses each of Weir's keys in turn, while a gateway, agents and a trainer work.
 
-docs/redis.md says what each loss does: the first word of a row's second column is what is tested here.
+docs/redis.md says what each loss does: the first word after an item's keys is what is tested here.
 """
 
 import asyncio
@@ -51,8 +51,9 @@ Run = Callable[[str], Iterator["System"]]
 def told() -> dict[str, str]:
     """What docs/redis.md says of each key: heals, named or starts anew."""
     table = DOCS.read_text(encoding="utf-8").partition("## When keys are lost")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`weir:.*?) \| (heals|named|starts anew): ", table, re.M)
-    return {key: kind for named, kind in rows for key in re.findall(r"`(weir:[^`]*)`", named)}
+    rows = re.findall(r"^- (`weir:[^*]*?): (heals|named|starts\s+anew): ", table, re.M)
+    pairs = [(re.findall(r"`(weir:[^`]*)`", named), " ".join(kind.split())) for named, kind in rows]
+    return {key: kind for keys, kind in pairs for key in keys}
 
 
 @dataclass

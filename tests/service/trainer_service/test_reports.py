@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from docs.site.reference import metrics_page
 from rollout_queue.contract.packed_tokens import TrainedTokens
 from rollout_queue.contract.published_policy import TrainedStep
 from rollout_queue.contract.records import SessionSpec
@@ -41,7 +42,6 @@ from trainer_service.algorithms.settings import AlgorithmSettings
 from trainer_service.algorithms.sums import Sums
 from trainer_service.algorithms.tokens import Tokens
 from trainer_service.rows.rows import Row
-from trainer_service.settings import GuardSettings
 from trainer_service.step import optimizer_step
 from trainer_service.step.diagnostics import SampledTokens, token_sums
 from trainer_service.step.step_parts import LearnedTokens, StepRequest, turn_records
@@ -250,9 +250,10 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def documented(section: str) -> list[str]:
-    """The names in the first column of a section's table."""
+    """The names before the colons of a section's list."""
     _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"\n## {section}\n")
-    return re.findall(r"^\| `([^`]+)` \|", rest.split("\n## ")[0], re.M)
+    rows = re.findall(r"^- (`[^`]+`(?:, `[^`]+`)*): ", rest.split("\n## ")[0], re.M)
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 
 def test_a_step_has_the_names_of_the_document(harness: Harness) -> None:
@@ -273,19 +274,6 @@ def test_a_step_with_a_critic_has_the_names_of_the_document_as_well(make_harness
     assert set(lines(harness.root / "metrics.jsonl")[0]) == set(named)
 
 
-def test_a_guard_has_the_name_and_the_default_of_the_document() -> None:
-    defaults = GuardSettings()
-    others = ("reward_groups", "roll_back", "max_recoveries", "recovery_lr_factor")
-    given = defaults.model_dump(exclude=set(others))
-    assert list(given) == documented("Guards")
-    text = DOCUMENT.read_text(encoding="utf-8")
-    assert all(f"| `{name}` | {value:g} |" in text for name, value in given.items())
-    assert f"`reward_groups` ({defaults.reward_groups})" in text
-    assert f"`max_recoveries` ({defaults.max_recoveries})" in text
-    assert f"`recovery_lr_factor` ({defaults.recovery_lr_factor})" in text
-    assert f"`roll_back` (default: {str(defaults.roll_back).lower()})" in text
-
-
 def test_prometheus_has_the_names_of_the_document(make_harness: MakeHarness) -> None:
     harness = make_harness().start()
     harness.agents.evaluate("a", 1.0)
@@ -296,7 +284,8 @@ def test_prometheus_has_the_names_of_the_document(make_harness: MakeHarness) -> 
         for metric in harness.registry.collect()
         if metric.name.startswith("weir_trainer_")
     }
-    assert counted - of_steps == set(documented("Prometheus alone"))
+    page = "\n".join(metrics_page()).partition("\n## trainer\n")[2].split("\n## ")[0]
+    assert counted - of_steps == set(re.findall(r"^\| `(weir_trainer_\w+)` \|", page, re.M))
     # Prometheus gets the tokens from a counter with another name, and adds the time itself.
     untold = {"weir_trainer_tokens", "weir_trainer_time"}
     assert of_steps - counted == untold

@@ -1,6 +1,6 @@
 """Tiny models of all kinds of transformers' causal language models, each tried once in the trainer.
 
-    python -m tests.support.trainer_service.model_kinds        prints the table of docs/training.md
+    python -m tests.support.trainer_service.model_kinds        prints the table of results/model_kinds.md
 
 configuration ─▶ random model ─▶ the trainer's check ─┬─ refused, in a sentence
                                                       └─ a micro-batch: values and gradients of plain torch?

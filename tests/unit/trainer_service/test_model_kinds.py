@@ -52,7 +52,7 @@ def test_every_kind_is_right_or_refused_as_the_table_says(tmp_path: Path) -> Non
     for name in kinds():
         tried.append(try_kind(name, tmp_path / name))
         assert_right_or_refused(tried[-1])
-    page = Path(__file__).parents[3] / "docs/training.md"
+    page = Path(__file__).parents[3] / "results/model_kinds.md"
     assert "\n".join(table(tried)) in page.read_text(encoding="utf-8")
 
 

@@ -1,6 +1,7 @@
 """Compares docs/training.md with the trainer: its worked example with results of the trainer's code, and its
 tables with the settings."""
 
+import inspect
 import json
 import re
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from docs.site.reference import settings_page
 from gateway.settings import LimitSettings
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.choices import choices
@@ -19,7 +21,6 @@ from tests.support.trainer_service.worked_example import (
     DOCUMENT,
     VERSION,
     Example,
-    Table,
     integers,
     numbers,
     table,
@@ -240,22 +241,14 @@ def told(of: str) -> set[str]:
 @pytest.mark.parametrize(
     ("of", "names"),
     [
-        ("shaping", set(ShapingSettings.model_fields)),
         ("preset", set(PRESETS)),
         ("kl", set(KLS)),
         ("aggregation", set(get_args(Aggregation.model_fields["mode"].annotation))),
-        ("stale", set(get_args(AlgorithmSettings.model_fields["stale"].annotation))),
         *((family, set(kinds)) for family, kinds in FAMILIES.items()),
     ],
 )
 def test_the_tables_have_exactly_the_names_that_can_be_set(of: str, names: set[str]) -> None:
     assert told(of) == names
-
-
-def test_the_defaults_of_shaping_in_the_document_are_the_defaults() -> None:
-    for line in table("shaping"):
-        name, value = line["shaping"], parameters({"parameters": f"value: {line['default']}"})["value"]
-        assert getattr(ShapingSettings(**{name: value}), name) == getattr(ShapingSettings(), name), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -292,40 +285,65 @@ def options(model: type[BaseModel]) -> set[str]:
     return found
 
 
-def test_every_word_that_a_setting_takes_is_in_the_document() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
+def test_every_word_that_a_setting_takes_is_in_the_document_or_in_the_settings_own_sentence() -> None:
+    text = "\n".join([DOCUMENT.read_text(encoding="utf-8"), *settings_page()])
     models: list[type[BaseModel]] = [AlgorithmSettings, ShapingSettings, Aggregation]
     models += [kind for kinds in FAMILIES.values() for kind in kinds.values()]
     words = {word for model in models for word in options(model)}
     assert len(words) > 50
-    assert not {word for word in words if not re.search(rf"(`|: |`{word}|form: ){word}\b", text)}
+    assert not {word for word in words if not re.search(rf"(`|: |[.;] |`{word}|form: ){word}\b", text)}
 
 
-def test_the_golden_cases_of_the_document_exist_and_every_formula_has_one() -> None:
+WITHOUT_CASE = {"none", "forward_kl", "kdrl", "cross_entropy"}
+"""Formulas that other tests compare."""
+
+
+def test_the_golden_cases_that_code_and_document_name_exist_and_every_formula_has_one() -> None:
     golden = {case["id"] for case in json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]}
-    tables: list[Table] = [
-        table(of) for of in ("advantage", "loss", "correction", "mask", "kl", "aggregation")
-    ]
-    named = {line["golden case"] for lines in tables for line in lines}
-    named |= set(
-        re.findall(
-            r"`((?:adv|is|loss|mask|kl|prox|reward)\.(?!coefficient|target|horizon|reference)[\w.]+)`",
-            DOCUMENT.read_text(encoding="utf-8"),
-        )
-    )
-    assert named - golden == {""}
-    assert [line["correction"] for line in table("correction") if not line["golden case"]] == ["none"]
+    named = r"`((?:adv|is|loss|mask|kl|prox|reward|opd)\.(?!coefficient|target|horizon|reference)[\w.]+)`"
+    assert set(re.findall(named, DOCUMENT.read_text(encoding="utf-8"))) <= golden
+    for name, kind in [pair for kinds in FAMILIES.values() for pair in kinds.items()]:
+        cases = set(re.findall(named, inspect.getsource(kind)))
+        assert cases <= golden, name
+        assert bool(cases) == (name not in WITHOUT_CASE), name
+    modes = get_args(Aggregation.model_fields["mode"].annotation)
+    wanted = [*(f"kl.{name}" for name in KLS), *(f"agg.{mode}" for mode in modes)]
+    wanted[-1] = "agg.token_mean_fixed_denom"  # of fixed_denominator
+    assert not [start for start in wanted if not any(case.startswith(start) for case in golden)]
 
 
-@pytest.mark.parametrize("at", range(len(table("refused"))))
-def test_what_the_document_calls_refused_is_refused_for_that_reason(at: int) -> None:
-    line = table("refused")[at]
-    fields = yaml.safe_load(line["refused"])
+REFUSED = {
+    "{loss: dppo}": "takes its ratio to the policy that sampled, and tis_token would correct for it a second",
+    "{stale: correct, correction: none}": "trains old tokens with the weight of a correction, and there",
+    "{prox: loglinear, epochs: 2}": "approximates what a pass before the step computes, and the step",
+    "{mini_batches: 32}": "32 are more than the rows that a step waits for",
+    "{kl: {estimator: k1, coefficient: 0.001}}": "the gradient of k1 is 1 for every policy, so as a loss it",
+    "{kl: {reference_every_steps: 10}}": "nothing uses the reference; set kl.coefficient",
+    "{kl: {target: 0.1}}": "target multiplies the coefficient, so the first one must be above 0",
+    "{stale: correct, max_staleness: 0}": "may train tokens of older versions, and max_staleness: 0",
+    "{loss: importance_sampling, correction: none, masks: [], prox: loglinear}": "computes lp_prox, which no",
+    "{shaping: {turn_discount: 0.9}}": "turn_discount rewards turns, and drgrpo compares whole rollouts",
+    "{shaping: {kl_in_reward: 0.01}}": "kl_in_reward rewards tokens, and drgrpo compares whole rollouts",
+    "{advantage: {name: gdpo, weights: {answer: 1}}, shaping: {length_penalty: {turns: 0.1}}}": "gdpo "
+    "compares the parts of a reward, and a length penalty changes only their sum",
+    "{masks: [{name: product, low: 1.1, high: 2}]}": "leaves out 1, the ratio of equal policies",
+    "{masks: [{name: rejection, level: seq_max, estimator: k1, low: 0.5, high: 2}]}": "k1 has a sign, so its "
+    "maximum is no measure of distance",
+    "{aggregation: {mode: fixed_denominator}}": "denominator belongs to fixed_denominator, which needs it",
+    "{algorithm: {preset: opd}}": "loss ref_kl needs a teacher; set its url",
+    "{algorithm: {advantage: gae}}": "advantage gae needs a critic; set it, {} is enough",
+    "{dtype: bfloat16, zero_stage: 0}": "bfloat16 needs zero_stage 1, 2 or 3",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_settings_that_contradict_each_other_are_refused_with_a_sentence(given: str) -> None:
+    fields = yaml.safe_load(given)
     model: Any = AlgorithmSettings if set(fields) <= set(AlgorithmSettings.model_fields) else TrainerSettings
     path = {} if model is AlgorithmSettings else {"model_path": "model"}
     with pytest.raises(ValidationError) as refusal:
         model(**path, **fields)
-    assert line["because"] in str(refusal.value)
+    assert REFUSED[given] in str(refusal.value)
 
 
 def test_every_link_of_the_document_leads_somewhere() -> None:

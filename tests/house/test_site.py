@@ -34,7 +34,8 @@ def test_every_setting_has_a_sentence() -> None:
     assert len(rows) > 480
     assert not [row[0] for row in rows if len(row) != 3 or not row[2].strip()]
     shown = {name for row in rows for name in row[0].strip("`").split(".")}
-    named = [name for kind in (*service_settings(), RunSettings) for name in names_in(kind)]
+    kinds: list[type[BaseModel]] = [*service_settings(), RunSettings]
+    named = [name for kind in kinds for name in names_in(kind)]
     assert set(named) - shown == {"kind"}, "headings name the kinds"
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.exceptions import RedisError
@@ -33,6 +35,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # inherited.
     signal.signal(signal.SIGINT, lambda *_: None)
 gc.disable()  # while modules are imported: it would take a fifth of that time, and find nothing
+
+
+class Loggers(dict[str, Any]):
+    """pytest goes through all loggers before each phase of a test, and threads may make one meanwhile."""
+
+    def values(self) -> Any:
+        return list(super().values())
+
+
+logging.root.manager.loggerDict = Loggers(logging.root.manager.loggerDict)
 register()
 keep_files_in_memory()
 read_one_authority()

@@ -1,6 +1,7 @@
 """The house rules for tests: helpers live in tests/support, and no test uses private names."""
 
 import ast
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -89,6 +90,11 @@ def test_no_test_uses_a_private_name(broken: Any) -> None:
 def test_every_sleep_has_its_reason_in_a_comment(broken: Any) -> None:
     """A test sleeps only where there is no event."""
     assert not broken["sleep"]
+
+
+def test_a_logger_may_be_made_while_pytest_goes_through_all_of_them() -> None:
+    for _, number in zip(logging.root.manager.loggerDict.values(), range(3), strict=False):
+        logging.getLogger(f"{__name__}.{number}")
 
 
 def test_the_rules_find_what_they_forbid() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.site.reference import metrics_page
 from tests.support.gateway.calls import Call
+from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import asked, let_on
 from tests.support.gateway.running import Backends, RunningGateway
 from tests.support.waiting import wait_until
@@ -88,18 +89,26 @@ def test_a_call_counts_in_its_dialect_and_in_no_other(fresh: RunningGateway) -> 
     assert not any(found["weir_part_seconds_count", "count_tokens", part] for part in PARTS)
 
 
+class Heard(FakeEngine):
+    """Begins a token when the gateway has written the one before. The last two may be one event."""
+
+    sent = 0
+    written: Callable[[], float]
+
+    async def _stall(self) -> None:
+        self.sent += 1
+        await asyncio.to_thread(wait_until, lambda: self.written() >= min(3, self.sent))
+
+
 def test_every_event_but_the_first_has_a_gap_and_the_slowest_parts_are_named(
-    fresh: RunningGateway, monkeypatch: pytest.MonkeyPatch
+    fresh: RunningGateway, backends: Backends
 ) -> None:
-    sent, names = count(1), ("weir_first_token_seconds_count", "weir_token_gap_seconds_count")
+    def written() -> float:
+        found = figures(fresh)
+        return sum(found[f"weir_{name}_seconds_count", "chat"] for name in ("first_token", "token_gap"))
 
-    async def written() -> None:
-        """The next token begins when the gateway has written this one; the last two may be one event."""
-        least = min(3, next(sent))
-        await asyncio.to_thread(wait_until, lambda: sum(figures(fresh)[n, "chat"] for n in names) >= least)
-
-    monkeypatch.setattr(fresh.engine, "_stall", written)
-    fresh.engine.stall_after = 1
+    backends.engine = fresh.engine = engine = Heard(backends.tokenizer, stall_after=1)
+    engine.written = written
     assert fresh.admin("GET", "/status").json()["slowest_parts"] == []
     fresh.engine.pace_s = 0.2  # longer than the heartbeats, which do not count
     fresh.engine.script.append([300, 301, 302])

@@ -3,8 +3,9 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.support.redis_process import RedisProcess
 from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.rows.rows import exclusions
 
-WITHIN_S = 0.3
+WITHIN_S = 1.5
 
 
 @pytest.fixture
@@ -33,19 +34,10 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 
 @asynccontextmanager
-async def writing(url: str) -> AsyncIterator[StreamWriter]:
-    async with leaving(url) as writer:
+async def writing(url: str, timeout_s: float = WITHIN_S, **more: Any) -> AsyncIterator[StreamWriter]:
+    async with leaving(url, timeout_s, **more) as writer:
         yield writer
         await writer.close()
-
-
-@contextmanager
-def hurried(writer: StreamWriter, within_s: float = PATIENCE_S) -> Iterator[None]:
-    """In the block, Redis may take WITHIN_S for an answer, and an append `within_s`."""
-    writer._append_within_s, writer._connection._timeout_s = within_s, WITHIN_S
-    writer._connection._watch()  # from now on every quarter of this timeout
-    yield
-    writer._append_within_s = writer._connection._timeout_s = PATIENCE_S
 
 
 class Muffler:
@@ -87,17 +79,17 @@ async def head_of(writer: StreamWriter) -> SessionHead:
 async def test_a_stalled_redis_stores_no_turn_after_its_client_was_told_that_it_failed(
     redis: RedisProcess,
 ) -> None:
-    async with writing(redis.url) as writer:
-        await writer.open_session(spec())
+    async with writing(redis.url, PATIENCE_S) as other, writing(redis.url, within_s=WITHIN_S) as writer:
+        await other.open_session(spec())
         await writer.append_turn(turn("t0"), 1e10)  # from here on, the connection is open
         redis.process.send_signal(signal.SIGSTOP)
-        with hurried(writer, WITHIN_S), pytest.raises(StorageUnavailable):
+        with pytest.raises(StorageUnavailable):
             await writer.append_turn(turn("t1"), 1e10)
         await asyncio.sleep(WITHIN_S)  # Redis is stalled until the deadline has passed
         redis.process.send_signal(signal.SIGCONT)
-        await writer.append_turn(turn("t2"), 1e10)
+        await other.append_turn(turn("t2"), 1e10)
         await writer.retract_failed()
-        assert (await head_of(writer)).by_id.keys() == {"t0", "t2"}
+        assert (await head_of(other)).by_id.keys() == {"t0", "t2"}
 
 
 async def test_a_stored_turn_whose_answer_was_lost_becomes_an_orphan(redis: RedisProcess) -> None:
@@ -105,7 +97,7 @@ async def test_a_stored_turn_whose_answer_was_lost_becomes_an_orphan(redis: Redi
         await writer.open_session(spec())
         await writer.append_turn(turn("t0"), 1e10)
         muffler.shut = True
-        with hurried(writer), pytest.raises(StorageUnavailable):
+        with pytest.raises(StorageUnavailable):
             await writer.append_turn(turn("t1"), 1e10)
         muffler.shut = False
         await writer.append_turn(turn("t2"), 1e10)  # the client asks again, and does not say so
@@ -125,14 +117,14 @@ async def test_a_failed_turn_is_retracted_although_its_gateway_is_gone_and_anoth
     """The retraction is there before the client is told, so nothing has to come after that."""
     async with (
         Muffler(redis.port).open() as muffler,
-        writing(redis.url) as other,
-        leaving(muffler.url) as killed,
+        writing(redis.url, PATIENCE_S) as other,
+        leaving(muffler.url, WITHIN_S) as killed,
     ):
-        await killed.open_session(spec())
+        await other.open_session(spec())
         await killed.append_turn(turn("t0"), 1e10)
         await killed.load("s1")  # both of its clients have a connection
         muffler.shut = True
-        with hurried(killed), pytest.raises(StorageUnavailable):
+        with pytest.raises(StorageUnavailable):
             await killed.append_turn(turn("t1"), 1e10)
         await other.append_outcome(outcome(), reward("finish"), None)
     excluded = exclusions(turns_in(redis))
@@ -145,7 +137,8 @@ async def test_a_turn_that_replicas_did_not_confirm_is_retracted_before_its_clie
     replica = RedisProcess(tmp_path / "replica").start(replicaof=f"127.0.0.1 {redis.port}")
     try:
         wait_until(lambda: redis.client.set("any", "value") and redis.client.wait(1, 100))
-        async with leaving(redis.url, Replication(1, 1.0)) as killed, writing(redis.url) as other:
+        one = Replication(1, 1.0)
+        async with leaving(redis.url, PATIENCE_S, replication=one) as killed, writing(redis.url) as other:
             await other.open_session(spec())
             await other.append_turn(turn("t0"), 1e10)
             replica.process.send_signal(signal.SIGSTOP)
@@ -162,12 +155,12 @@ async def test_a_writer_closes_when_no_turn_can_be_stored_any_more_that_has_fail
     redis: RedisProcess,
 ) -> None:
     """Redis, which stands still, comes back before that."""
-    async with writing(redis.url) as other:
-        async with writing(redis.url) as writer:
-            await writer.open_session(spec())
+    async with writing(redis.url, PATIENCE_S) as other:
+        await other.open_session(spec())
+        async with writing(redis.url, within_s=WITHIN_S) as writer:
             await writer.append_turn(turn("t0"), 1e10)
             redis.process.send_signal(signal.SIGSTOP)
-            with hurried(writer, WITHIN_S), pytest.raises(StorageUnavailable):
+            with pytest.raises(StorageUnavailable):
                 await writer.append_turn(turn("t1"), 1e10)
             asyncio.get_running_loop().call_later(WITHIN_S, redis.process.send_signal, signal.SIGCONT)
         await other.append_outcome(outcome(), reward("finish"), None)
@@ -181,10 +174,12 @@ def turns_in(redis: RedisProcess) -> list[Turn]:
 
 
 @asynccontextmanager
-async def leaving(url: str, replication: Replication = NO_REPLICAS) -> AsyncIterator[StreamWriter]:
+async def leaving(
+    url: str, timeout_s: float, within_s: float = PATIENCE_S, replication: Replication = NO_REPLICAS
+) -> AsyncIterator[StreamWriter]:
     """A writer of a gateway that is killed: it does nothing at its end."""
     client = async_redis_at(url)
-    yield StreamWriter(client, PATIENCE_S, replication=replication, timeout_s=PATIENCE_S)
+    yield StreamWriter(client, within_s, replication=replication, timeout_s=timeout_s)
     await client.aclose()
 
 

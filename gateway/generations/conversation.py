@@ -289,7 +289,7 @@ def _continued(
     turns: Sequence[Turn], messages: Sequence[Message], digests: Sequence[bytes]
 ) -> tuple[Turn | None, int]:
     """The turn with the longest conversation, its answer included, that the call begins with; and how many
-    messages that conversation has. (None, 0) if there is no such turn."""
+    messages that conversation has; (None, 0) without one."""
     by_reply: dict[str, list[Turn]] = {}
     for turn in turns:
         by_reply.setdefault(turn.reply_digest, []).append(turn)

@@ -190,7 +190,6 @@ class Generation(msgspec.Struct):
     """How many tokens of the prompt were in the cache of the engine that began the answer."""
     finish: str | None = None
     matched: str | None = None
-    """The stop string that ended the answer, if one did."""
     end_id: int | None = None
     """The token that ended the answer, as the engine names it."""
     reasoning_tokens: int = 0

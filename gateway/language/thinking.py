@@ -33,7 +33,7 @@ class ThinkingChoice(msgspec.Struct, frozen=True):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The entries in the turn's sampling parameters."""
+        """What the turn's sampling parameters say of it."""
         switch = None if self.on is None else "on" if self.on else "off"
         named = {"thinking": switch, "reasoning_effort": self.effort, "thinking_budget": self.budget}
         return {name: value for name, value in named.items() if value is not None}

@@ -174,8 +174,6 @@ class LengthPenalty(Frozen):
 
 
 class ShapingSettings(Frozen):
-    """How rewards change before they are compared."""
-
     truncated: Truncated = "mask"
     """mask: truncated rollouts are neither compared nor trained; zero: their reward becomes 0; keep: their
     reward does not change."""

@@ -20,17 +20,14 @@ from trainer_service.settings import GuardSettings
 
 
 class Recovery(msgspec.Struct, frozen=True):
-    """One time that the training was set back."""
+    """One time that the training was set back; RecoveryReport explains the fields."""
 
     version: int
-    """The new number of the restored weights."""
     restored: int
     """The version whose weights were restored. The versions between both are undone."""
     step: int
-    """The last step that was made before."""
     reason: str
     automatic: bool
-    """Whether a guard asked for it, and not an operator."""
     at: float
     """In seconds since 1970."""
 

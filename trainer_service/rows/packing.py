@@ -124,7 +124,7 @@ def layout_of(rows: Sequence[Ids], pack: Pack) -> PackLayout:
 
 
 def packs_of(rows: Sequence[Ids], max_tokens: int, share_prefixes: bool) -> list[Pack]:
-    """The trees of each micro-batch. `rows` has the ids of each row.
+    """The trees of each micro-batch, of rows with these ids.
 
     First fit decreasing: each tree, the largest first, goes into the first pack with enough room. Trees of
     equal size keep their order, so equal rows always make equal packs. A row of more than `max_tokens` stands

@@ -110,7 +110,7 @@ class SampledTokens(NamedTuple):
     entropy_T: Tensor
     """In nats."""
     versions_T: Tensor
-    """The version of the weights that sampled each token."""
+    """As `Row.versions_L`."""
 
 
 def token_sums(tokens: Tokens, sampled: SampledTokens, losses: PolicyLoss, version: int) -> Sums:

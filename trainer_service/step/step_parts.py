@@ -88,7 +88,7 @@ class StepRequest:
 
     rows: Sequence[Row]
     version: int
-    """The version of the weights before the step. All parts of one step have the same version."""
+    """That of the weights before the step; all parts of one step have the same."""
     algorithm: AlgorithmSettings
     beat: Callable[[], None] = _no_beat
     """Called between micro-batches, so that a long step still reports that the trainer is alive."""

@@ -218,7 +218,7 @@ def read_head(fields: Mapping[bytes, bytes]) -> SessionHead | None:
 def read_summary(fields: Mapping[bytes, bytes], turns: int) -> SessionHead | None:
     """A head without its turns, from the other fields of its hash, which has `turns` turns.
 
-    None when the hash has no spec. Raises InvalidRecord also if the sums are not those of all turns, because
+    None as for `read_head`. Raises InvalidRecord also if the sums are not those of all turns, because
     a process of an older build appended some of them.
     """
     head = read_head(fields)

@@ -73,7 +73,7 @@ def test_a_killed_runner_is_resumed_and_each_episode_ends_once(
     monkeypatch.setenv("WEIR_CLIENT_KEYS", "")
     command = [sys.executable, "-m", "weir", *arguments(running, mode)]
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as first:
-        wait_until(lambda: len(ended(running.run_dir)) >= 6, 120)  # 24 answers belong to others at most
+        wait_until(lambda: len(ended(running.run_dir)) >= 6)  # 24 answers belong to others at most
         os.killpg(first.pid, signal.SIGKILL)
     gate.opened.set()
     journal = running.run_dir / "journal.jsonl"

@@ -25,7 +25,7 @@ import environments.hosts
 import environments.run
 from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
 from environments.results import EpisodeEnded, entries_of
-from environments.session_client import SessionClient
+from environments.session_client import Patience, SessionClient
 from environments.settings import RunSettings
 from environments.start_run import play_run
 from rollout_queue.protocol.trainer_messages import RecoveryReport, TrainerReport
@@ -274,8 +274,8 @@ async def test_a_run_pauses_longer_after_each_group_that_failed(
 async def test_sessions_that_are_opened_while_the_run_stops_are_ended(
     running: RunTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, finished, stopped = itertools.count(1), itertools.count(1), asyncio.Event()
-    open_session, finish = SessionClient.open_session, SessionClient.finish
+    opened, stopped = itertools.count(1), asyncio.Event()
+    open_session, ends_in = SessionClient.open_session, Patience.ends_in
 
     async def opens(self: SessionClient, *given: Any) -> Any:
         session = await open_session(self, *given)
@@ -283,13 +283,12 @@ async def test_sessions_that_are_opened_while_the_run_stops_are_ended(
             await stopped.wait()
         return session
 
-    async def finishes(self: SessionClient, *given: Any) -> None:
-        await finish(self, *given)
-        if next(finished) == 4:  # the second group has failed; the run hears of it after this
-            asyncio.get_running_loop().call_later(0.5, stopped.set)
+    def stops(self: Patience, seconds: float) -> None:
+        stopped.set()
+        ends_in(self, seconds)
 
     monkeypatch.setattr(SessionClient, "open_session", opens)
-    monkeypatch.setattr(SessionClient, "finish", finishes)
+    monkeypatch.setattr(Patience, "ends_in", stops)
     with pytest.raises(RunStopped, match="the sandbox is gone"):
         await running.play(
             "Faulty", options={"how": "raises", "fails": 9}, group_size=2, concurrency=1, most_failed_groups=2

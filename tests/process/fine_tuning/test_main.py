@@ -58,13 +58,13 @@ def test_a_killed_service_goes_on_with_its_job_and_each_episode_ends_once(
     url, sections = f"http://127.0.0.1:{port}", section(tmp_path, running.url, port)
     first = started(tmp_path, ["fine_tuning"], sections, WEIR_ADMIN_KEYS="", WEIR_CLIENT_KEYS="")
     try:
-        wait_until(lambda: live(url), 180)
+        wait_until(lambda: live(url))
         check_a_directory_in_use_is_refused(tmp_path / "weir.yaml")
         with client_of(url, "none") as client:
             job = RunningJobs(url, client).start(sums(6))
             queued = RunningJobs(url, client).start(sums(1))
         run_dir = tmp_path / "jobs" / "jobs" / job.id / "run"
-        wait_until(lambda: len(ended(run_dir)) >= 6, 180)
+        wait_until(lambda: len(ended(run_dir)) >= 6)
     finally:
         first.kill()
         first.wait()

@@ -113,7 +113,7 @@ def test_in_a_stack_it_rewards_is_told_and_comes_back_after_a_kill(
         services={"rewards": {"rules": [HALF], "dispatch": {"poll_every_s": 0.1}}},
     )
     with Stack(settings, [services_of(settings)[-1]]) as stack:
-        stack.wait_ready(60)
+        stack.wait_ready()
         assert reward_of(gateway, finished(gateway))["value"] == 0.5
         running = stack_state.read(settings.run_dir)
         assert running is not None
@@ -134,7 +134,7 @@ def test_in_a_stack_it_rewards_is_told_and_comes_back_after_a_kill(
             supervisor.check()
             return process.restarts == 1 and stack.waiting_for() == ""
 
-        wait_until(restarted, 60)
+        wait_until(restarted)
         assert reward_of(gateway, finished(gateway))["value"] == 0.5
 
 

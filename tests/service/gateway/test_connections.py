@@ -297,7 +297,7 @@ def test_what_came_while_the_gateway_stood_still_came_in_time(own_backends: Back
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
     whole = head(CHAT_PATH, len(body)) + body
     own_backends.clear(None)
-    bounds = {"head_timeout_s": 0.6, "body_timeout_s": 0.6}
+    bounds = {"head_timeout_s": 2.0, "body_timeout_s": 2.0}
     settings = own_backends.settings(connections=bounds)
     served = Served(create_app(settings), bounds=settings.connections)
     gateway = RunningGateway(served.url, own_backends.engine, own_backends.redis)
@@ -312,7 +312,7 @@ def test_what_came_while_the_gateway_stood_still_came_in_time(own_backends: Back
             served.suspend()
             for line, begun in zip(lines, sent, strict=True):
                 line.sendall(whole[begun:])
-            time.sleep(1.5)  # nothing happens in the gateway meanwhile
+            time.sleep(3.0)  # nothing happens in the gateway meanwhile
             served.resume()
             for line in lines:
                 assert received(line).startswith(b"HTTP/1.1 200")

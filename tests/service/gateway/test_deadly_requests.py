@@ -16,8 +16,9 @@ from tokenizers import Tokenizer
 from gateway.fleet import suspects
 from gateway.fleet.fleet_server import FleetServer, Registration
 from gateway.fleet.placement import choose_server
-from tests.support.gateway.calls import RETRY
+from tests.support.gateway.calls import RETRY, Call
 from tests.support.gateway.mortal_engine import ANSWER, POISON, STOP_AT, TOKENS, MortalEngine
+from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
 from tests.support.serving import Served
 from tests.support.waiting import wait_until
@@ -165,22 +166,21 @@ def test_a_suspect_is_not_refused_for_what_another_request_did_while_it_was_trie
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_deadly_request_is_refused_once_the_calls_beside_it_are_cleared(
-    own_backends: Backends, tokenizer: Tokenizer, leaves: bool
+    own_backends: Backends, tokenizer: Tokenizer, retry_counts: RetryCounts, leaves: bool
 ) -> None:
     """Also if its client leaves before that, and comes again."""
     young = [session_of(engine, number) for engine in range(1, ENGINES) for number in range(2)]
     with staged(own_backends, tokenizer, fuse=0, beside=young, stop_at=3) as scene:
         first, other = scene.gateways
-        with ThreadPoolExecutor(1) as pool:
-            call = partial(first.post, "/v1/chat/completions", CHAT, headers=of(0))
-            calling = pool.submit(call, timeout=httpx.Timeout(60, read=2.5 if leaves else 60))
-            assert scene.die(2)
-            if leaves:
-                with pytest.raises(httpx.ReadTimeout):
-                    calling.result()
-            scene.flows.set()
-            if not leaves:
-                refused(calling.result())
+        call = Call(first, {"session_id": session_of(0)}, **CHAT)
+        assert scene.die(2)
+        if leaves:
+            call.hang_up()
+            wait_until(lambda: retry_counts.left)
+        scene.flows.set()
+        if not leaves:
+            status, said = call.answer()
+            assert (status, b"engine" in said) == (400, True), said
         for gateway in (first, other):
             refused(gateway.post("/v1/chat/completions", CHAT, headers={RETRY: "1"}))
         assert scene.die(2)

@@ -49,8 +49,8 @@ class Peer:
             self.ended.release()
 
     @asynccontextmanager
-    async def there(self, read_timeout_s: float = 0.2, **limits: Any) -> AsyncIterator[EngineConnections]:
-        http = EngineConnections(read_timeout_s, **limits)
+    async def there(self, within_s: float = PATIENCE_S, **limits: Any) -> AsyncIterator[EngineConnections]:
+        http = EngineConnections(within_s, **limits)
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
@@ -161,7 +161,7 @@ async def test_a_connection_that_is_left_early_is_used_again_once_the_last_byte_
 
 async def test_a_connection_that_is_left_and_whose_answer_never_ends_is_closed() -> None:
     peer = Peer(OK[:-1])
-    async with peer.there(read_timeout_s=20, last_bytes_s=0.1) as http:
+    async with peer.there(within_s=20, last_bytes_s=0.1) as http:
         for _ in range(2):
             await left_after_one_byte(http, peer)
             await peer.ended.acquire()
@@ -208,7 +208,7 @@ async def test_a_connection_that_ends_too_soon_is_lost(answer: bytes, why: str) 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok"])
 async def test_silence_is_noticed(answer: bytes) -> None:
     peer = Peer(answer)
-    async with peer.there() as http:
+    async with peer.there(0.2) as http:
         with pytest.raises(ReadTimedOut):
             await whole(http, peer.url)
 
@@ -234,7 +234,7 @@ async def test_each_request_on_a_connection_has_its_own_timeout(turned: TurnedCl
 
 
 async def test_a_refused_connection_is_reported_at_once() -> None:
-    http = EngineConnections(0.2)
+    http = EngineConnections(PATIENCE_S)
     with pytest.raises(ConnectFailed):
         await http.post(f"http://127.0.0.1:{free_port()}", "/generate", b"{}")
     await http.close()
@@ -253,7 +253,7 @@ async def test_a_slow_reader_makes_the_engine_wait_and_misses_nothing(turned: Tu
 
     peer = Peer(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size, after=write)
     # The timeout is long, because a busy machine may write nothing for some time.
-    async with peer.there(read_timeout_s=8.0) as http:
+    async with peer.there(within_s=8.0) as http:
         response = await http.post(peer.url, "/generate", b"{}")
         before = -1
         while before < written:

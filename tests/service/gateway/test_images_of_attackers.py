@@ -49,7 +49,7 @@ def test_a_call_beyond_its_rate_is_refused_before_its_images_are_read(
     backends: Backends, vision_model: Path
 ) -> None:
     backends.clear(None)
-    limits = LimitSettings(requests_per_minute=3, burst_s=60)
+    limits = LimitSettings(requests_per_minute=1, burst_s=180)
     with backends.gateway(model_path=vision_model, limits=limits) as gateway:
         for key in (CLIENT_KEY, gateway.post("/sessions", key=OTHER_KEY).json()["api_key"]):
             urls = (WIDE, WIDE, BROKEN, BROKEN, WIDE)
@@ -137,7 +137,7 @@ def anywhere(_: str) -> bool:
 
 
 async def test_an_image_of_a_listed_host_is_fetched(host: ImageHost) -> None:
-    fetcher = ImageFetcher([host.name], len(PNG), 5.0, anywhere)
+    fetcher = ImageFetcher([host.name], len(PNG), 60.0, anywhere)
     assert await fetcher.fetch(f"{host.url}/image", "where") == PNG
 
 
@@ -154,7 +154,7 @@ async def test_what_is_not_fetched(host: ImageHost) -> None:
     ]
     for path, hosts, most, why in cases:
         host.asked.clear()
-        fetcher = ImageFetcher(hosts, most, 5.0, anywhere)
+        fetcher = ImageFetcher(hosts, most, 60.0, anywhere)
         with pytest.raises(InvalidRequest, match=why) as refused:
             await fetcher.fetch(host.url + path, "messages[0]")
         assert refused.value.param == "messages[0]"
@@ -177,7 +177,7 @@ LISTED = [
 
 async def test_the_port_of_the_scheme_may_be_written_or_not() -> None:
     for listed, url, allowed in LISTED:
-        fetcher = ImageFetcher([listed], 1000, 5.0, lambda _: False)
+        fetcher = ImageFetcher([listed], 1000, 60.0, lambda _: False)
         with pytest.raises(InvalidRequest) as refused:
             await fetcher.fetch(url, "where")
         assert ("not fetched from this host" in str(refused.value)) is not allowed, (listed, url)
@@ -186,14 +186,14 @@ async def test_the_port_of_the_scheme_may_be_written_or_not() -> None:
 async def test_a_listed_host_with_a_private_address_is_not_asked(host: ImageHost) -> None:
     port = urlsplit(host.url).port
     for name in ("127.0.0.1", "localhost"):
-        fetcher = ImageFetcher([f"{name}:{port}"], 1000, 5.0)
+        fetcher = ImageFetcher([f"{name}:{port}"], 1000, 60.0)
         with pytest.raises(InvalidRequest, match="public address"):
             await fetcher.fetch(f"http://{name}:{port}/image", "where")
     assert not host.asked
 
 
 async def test_a_password_or_another_scheme_is_refused(host: ImageHost) -> None:
-    fetcher = ImageFetcher([host.name], 1000, 5.0, anywhere)
+    fetcher = ImageFetcher([host.name], 1000, 60.0, anywhere)
     for url in (f"http://me:secret@{host.name}/image", f"ftp://{host.name}/image", "http://[::1/image"):
         with pytest.raises(InvalidRequest):
             await fetcher.fetch(url, "where")
@@ -201,7 +201,7 @@ async def test_a_password_or_another_scheme_is_refused(host: ImageHost) -> None:
 
 
 async def test_a_host_that_does_not_answer_is_told() -> None:
-    fetcher = ImageFetcher(["127.0.0.1:1"], 1000, 5.0, anywhere)
+    fetcher = ImageFetcher(["127.0.0.1:1"], 1000, 60.0, anywhere)
     with pytest.raises(InvalidRequest, match="cannot be fetched"):
         await fetcher.fetch("http://127.0.0.1:1/image", "where")
 

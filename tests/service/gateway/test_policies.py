@@ -158,7 +158,7 @@ def test_one_failure_is_207_and_the_failed_server_goes_on_with_the_version_befor
     assert "server r0 refused version 3: a tensor is missing" in fleet.status()["warnings"]
     assert fleet.policy["admissible"] == [3, 0]
     fleet.until_states("ready", "ready")
-    assert fleet.engines_of_sessions(12) == {"r0", "r1"}
+    assert fleet.engines_of_sessions(24) == {"r0", "r1"}
     for version in range(4, 8):
         assert fleet.publish(version).status_code == 207
     assert fleet.policy["admissible"] == [7, 6, 5, 4, 3]
@@ -187,7 +187,7 @@ def test_a_slow_server_does_not_keep_the_others_out_of_rotation(fleet: Fleet) ->
         try:
             wait_until(lambda: fleet.policy["serving"] == 3)
             assert fleet.policy["admissible"] == [3, 0]
-            assert fleet.engines_of_sessions(12) == {"r0", "r1"}
+            assert fleet.engines_of_sessions(24) == {"r0", "r1"}
         finally:
             fleet.servers[1].slow = False
         assert push.result().status_code == 200

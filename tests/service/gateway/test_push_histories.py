@@ -34,6 +34,7 @@ from tests.support.gateway.running import Backends
 from tests.support.hypothesis_profiles import examples
 from tests.support.redis_clients import async_redis_at
 from tests.support.turned_clock import TurnedClock
+from tests.support.waiting import PATIENCE_S
 
 SERVERS = 4
 BOUNDS = PushBounds(timeout_s=5, lease_s=60, max_unavailable=0.5, fetch_fan_out=2, max_version_lag=1)
@@ -205,8 +206,9 @@ class History:
     async def begin(self) -> None:
         await self.register.register_first(PolicyRecord(version=0, created_at=clock.now(), state="serving"))
         await self.serving.change(lambda plan: plan.begun(0, clock.now(), force=False))
-        await self.driving.step(3)
-        assert (await self.serving.read()).serving == 0
+        async with asyncio.timeout(PATIENCE_S):
+            while (await self.serving.read()).serving != 0:
+                await self.driving.step(1)
 
     async def event(self, name: str, *given: Any) -> None:
         match name:

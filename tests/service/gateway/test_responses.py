@@ -286,7 +286,7 @@ def test_what_is_kept_lives_as_long_as_its_session(gateway: RunningGateway) -> N
     session = gateway.session(ttl_s=50)
     client = gateway.client(session)
     first = client.responses.create(model="m", input="hi")
-    gateway.redis.pexpire(key_names.response(first.id), 10_000)
+    gateway.redis.pexpire(key_names.response(first.id), 30_000)
     second = client.responses.create(model="m", input="and?", previous_response_id=first.id)
     for each in (first, second):
         assert 40_000 < gateway.redis.pttl(key_names.response(each.id)) <= 50_000

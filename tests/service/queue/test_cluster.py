@@ -14,7 +14,7 @@ from rollout_queue.redis.settings import RedisSettings, Replication
 from tests.support.queue.cluster import Cluster
 from tests.support.queue.dead_nodes import down, pinged
 from tests.support.queue.load import Load
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ITS_REPLICA = Replication(1, 3.0)
 
@@ -51,7 +51,7 @@ def test_nodes_that_are_down_are_asked_once_and_briefly(cluster: Cluster) -> Non
         with closing(open_redis(settings, timeout_s=PATIENCE_S)) as redis:
             assert redis.ping()
         assert asyncio.run(pinged(settings))
-        assert dead.asked == [2, 2]
+        wait_until(lambda: dead.asked == [2, 2])
 
 
 def test_a_slot_that_moves_is_followed(cluster: Cluster, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from rollout_queue.contract.records import Sampling, Span, Turn
 from rollout_queue.redis.session_heads import PIECE_BYTES, HeadCache
 from rollout_queue.redis.stream_writer import StreamWriter
 from tests.support.queue.records import reward, spec, turn
-from tests.support.redis_clients import async_redis_at, redis_at
+from tests.support.redis_clients import async_redis_at
+from tests.support.redis_process import RedisProcess
 
 CONTEXT, OUTPUT = 4000, 100
 FIELD_BYTES = 64
@@ -55,15 +57,15 @@ class Writers:
 
 
 @pytest.fixture
-async def writers(redis_url: str) -> AsyncIterator[Writers]:
-    redis, sync = async_redis_at(redis_url), redis_at(redis_url)
-    sync.flushdb()
+async def writers(tmp_path: Path) -> AsyncIterator[Writers]:
+    process = RedisProcess(tmp_path / "redis").start()  # nobody else reads from it
+    redis = async_redis_at(process.url)
     one, other = (StreamWriter(redis) for _ in range(2))
-    yield Writers(one, other, sync)
+    yield Writers(one, other, process.client)
     await one.close()
     await other.close()
-    sync.close()
     await redis.aclose()
+    process.close()
 
 
 async def test_a_call_of_a_long_session_reads_only_the_turns_that_other_gateways_added(

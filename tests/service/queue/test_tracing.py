@@ -180,11 +180,10 @@ def test_a_dead_collector_changes_nothing_but_a_count(counts: SpanCounts) -> Non
         endpoint=f"http://127.0.0.1:{free_port()}", export_every_s=0.01, timeout_s=0.2, queue_spans=4
     )
     with tracing(settings, counts):
-        for _ in range(100):
+        while not counts.queue_full:
             with span("call", root=True):
                 pass
         wait_until(lambda: counts.not_taken > 0)
-    assert counts.queue_full > 0
     assert counts.exported == 0
 
 

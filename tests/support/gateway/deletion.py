@@ -33,7 +33,7 @@ def parts(redis: Any, name: bytes) -> Iterator[bytes]:
     yield name
     match redis.type(name):
         case b"string":
-            yield redis.get(name)
+            yield redis.get(name) or b""  # a lease may have expired since then
         case b"hash":
             yield from (part for field in redis.hgetall(name).items() for part in field)
         case b"set":

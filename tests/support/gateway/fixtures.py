@@ -132,7 +132,8 @@ def seeing_url(backends: Backends, vision_model: Path) -> Iterator[tuple[str, by
     """A gateway whose model sees, and its secret."""
     backends.clear(None)
     limits = {"max_images": 3, "max_bytes": 100_000, "max_pixels": 300 * 300}
-    with backends.gateway_url(model_path=vision_model, images=limits, poll_every_s=SHARED_POLL_S) as url:
+    more: Any = {"poll_every_s": SHARED_POLL_S, "engine_wait_s": 60.0}
+    with backends.gateway_url(model_path=vision_model, images=limits, **more) as url:
         yield url, backends.secret()
 
 

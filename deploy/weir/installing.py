@@ -47,7 +47,7 @@ SERVICES = {
     "rollout_server": ("httpx", "numpy", "starlette"),
     "trainer_service": ("deepspeed", "starlette"),
     "reward_service": ("rapidfuzz", "starlette"),
-    "fine_tuning": ("openai", "rapidfuzz", "starlette"),
+    "fine_tuning": ("aiohttp", "openai", "psutil", "rapidfuzz", "starlette"),
 }
 """The services, and packages by which one sees whether what they import is installed here."""
 COMMANDS = ("deepspeed", "openai", "redis", "torch", "typer")

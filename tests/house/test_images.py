@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fine_tuning.settings import FineTuningSettings
 from gateway.settings import GatewaySettings
 from reward_service.settings import RewardSettings
 from rollout_server.settings import EngineLoraSettings, RolloutServerSettings
@@ -19,8 +20,10 @@ DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf
 STAGES = {
     stage[2]: stage[0] for stage in re.findall(r"(^FROM (\S+) AS (\w+)\n(?:(?!FROM).*\n)*)", DOCKERFILE, re.M)
 }
-IMAGES = ("gateway", "rewards", "rollout_server", "trainer")
+IMAGES = ("gateway", "rewards", "fine_tuning", "rollout_server", "trainer")
 ONE_SHOTS = {"model", "redis_owner", "agent"}
+OF_GRADERS = {"reward_service": "rewards", "fine_tuning": "fine-tuning"}
+"""The services that run graders, and their profiles."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def test_images_are_made_of_one_base_and_of_locked_files() -> None:
     assert set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)) - STAGES.keys() == {"python:3.11-slim-bookworm"}
     commands = re.split(r"&&|;|\n", DOCKERFILE.replace("\\\n", " "))
     locked = [each for each in commands if re.search(r"\bpip (install|wheel)\b", each) and " -r " in each]
-    assert len(locked) == 9
+    assert len(locked) == 10
     assert all("--require-hashes" in command and "--no-deps" in command for command in locked)
 
 
@@ -80,7 +83,7 @@ def test_few_services_are_published_and_only_https_beyond_loopback(
     services: dict[str, dict[str, Any]],
 ) -> None:
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert list(published) == ["proxy", "reward_service", "prometheus", "grafana", "traces"]
+    assert list(published) == ["proxy", "reward_service", "fine_tuning", "prometheus", "grafana", "traces"]
     ports = [port for each in published.values() for port in each]
     assert [port for port in ports if not port.startswith("127.0.0.1:")] == [
         "${WEIR_BIND:-127.0.0.1}:${WEIR_TLS_PORT:-8443}:8443"
@@ -115,10 +118,11 @@ def test_no_service_takes_a_secret_from_its_environment(services: dict[str, dict
         assert all(each.endswith("_FILE") for each in secrets), name
 
 
-def test_no_process_beside_the_reward_service_shows_its_keys_to_graders(
-    services: dict[str, dict[str, Any]],
+@pytest.mark.parametrize("name", OF_GRADERS)
+def test_no_process_beside_a_service_of_graders_shows_its_keys_to_them(
+    services: dict[str, dict[str, Any]], name: str
 ) -> None:
-    service = services["reward_service"]
+    service = services[name]
     assert service["init"] is False
     assert service["healthcheck"]["test"][:4] == ["CMD", "env", "-i", "/venv/bin/python"]
 
@@ -140,20 +144,21 @@ def test_the_agent_reaches_nothing_but_the_gateway(services: dict[str, dict[str,
     assert services["agent"]["volumes"] == ["client_secrets:/run/weir:ro"]
 
 
-def test_the_reward_service_starts_on_demand_and_reaches_nothing_of_weir_but_the_gateway(
-    services: dict[str, dict[str, Any]],
+@pytest.mark.parametrize(("name", "profile"), OF_GRADERS.items())
+def test_a_service_of_graders_starts_on_demand_and_reaches_nothing_of_weir_but_the_gateway(
+    services: dict[str, dict[str, Any]], name: str, profile: str
 ) -> None:
-    rewards = services["reward_service"]
-    assert rewards["profiles"] == ["rewards"]
-    assert rewards["networks"] == ["rewards"]
-    assert in_network(services, "rewards") == ["gateway", "reward_service"]
-    settings, keys = rewards["volumes"]
-    assert (settings["target"], settings["read_only"]) == ("/etc/weir/weir.yaml", True)
-    assert keys == "rewards_secrets:/run/weir:ro"
-    assert not [name for name, each in services.items() if "reward_service" in each.get("depends_on", {})]
+    service = services[name]
+    assert service["profiles"] == [profile]
+    (network,) = service["networks"]
+    assert in_network(services, network) == ["gateway", name]
+    kept = [each for each in service["volumes"] if isinstance(each, str)]
+    assert kept == ["rewards_secrets:/run/weir:ro", "fine_tuning:/var/lib/weir/fine_tuning"][: len(kept)]
+    assert all(each["read_only"] for each in service["volumes"] if each not in kept)
+    assert not [each for each in services.values() if name in each.get("depends_on", {})]
 
 
-def test_the_reward_service_of_compose_has_the_settings_of_a_reward_service(
+def test_the_services_of_graders_have_their_settings(
     services: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "weir.yaml"
@@ -163,16 +168,19 @@ def test_the_reward_service_of_compose_has_the_settings_of_a_reward_service(
     )
     for role in ("client", "admin"):
         (tmp_path / f"{role}_keys").write_text(f"{role}-key\n")
-    for name, value in re.findall(r"(WEIR_\w+)=(\S+)", STAGES["rewards"]):
-        monkeypatch.setenv(name, value)
-    for name, value in services["reward_service"]["environment"].items():
+    given = dict(re.findall(r"(WEIR_\w+)=(\S+)", STAGES["rewards"] + STAGES["fine_tuning"]))
+    for name in OF_GRADERS:
+        given |= services[name]["environment"]
+    for name, value in given.items():
         default = re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value)
         monkeypatch.setenv(name, default.replace("/run/weir/", f"{tmp_path}/"))
     monkeypatch.setenv("WEIR_CONFIG", str(file))
-    settings = RewardSettings()
-    assert (settings.host, settings.port, settings.gateway_url) == ("0.0.0.0", 8300, "http://gateway:8000")
-    assert settings.gateway_headers == {"authorization": "Bearer admin-key"}
-    assert [rule.name for rule in settings.rules] == ["half"]
+    rewards, jobs = RewardSettings(), FineTuningSettings()
+    assert (rewards.host, rewards.port, rewards.gateway_url) == ("0.0.0.0", 8300, "http://gateway:8000")
+    assert rewards.gateway_headers == {"authorization": "Bearer admin-key"}
+    assert [rule.name for rule in rewards.rules] == ["half"]
+    assert (jobs.host, jobs.port, jobs.gateway_url) == ("0.0.0.0", 8400, "http://gateway:8000")
+    assert (jobs.gateway_key, str(jobs.directory)) == ("admin-key", "/var/lib/weir/fine_tuning")
 
 
 def test_the_settings_that_the_model_container_prepares_reach_every_service_of_weir(

@@ -23,7 +23,7 @@ EXTRAS = {
     "rollout_server": ["rollout"],
     "trainer_service": ["trainer", "wandb"],
     "reward_service": ["rewards"],
-    "fine_tuning": ["cli", "rewards"],
+    "fine_tuning": ["fine-tuning", "rewards"],
     "rollout_queue": ["object-store", "otel"],
     "weir": ["cli"],
 }

@@ -8,13 +8,14 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from fine_tuning.settings import FineTuningSettings
 from reward_service.settings import RewardSettings
 from tests.support.kubernetes.pods import Pod, environment, pods_of
 from tests.support.kubernetes.policies import Network, Peer, pairs
 from tests.support.kubernetes.rendered import ROOT, SOURCE, Object, named, of_kind, rendered
 from tests.support.kubernetes.service_settings import settings_of
 
-COMPONENTS = ("backup", "prometheus-operator", "rewards", "pull-secret")
+COMPONENTS = ("backup", "fine-tuning", "prometheus-operator", "rewards", "pull-secret")
 OF_THE_OPERATOR = {"PodMonitor", "PrometheusRule"}
 
 
@@ -66,13 +67,16 @@ def test_a_backup_reads_what_the_trainer_writes(objects: list[Object]) -> None:
 def test_components_reach_what_they_need_and_nothing_else(objects: list[Object]) -> None:
     pods = pods_of(objects) | {"backup": of_job(objects)}
     peers = {name: Peer(name, pod.labels, "weir", {}) for name, pod in pods.items()}
-    ports = {"redis": 6379, "gateway": 8000, "rollout-server": 8100, "trainer": 8200, "rewards": 8300}
+    ports = {"redis": 6379, "gateway": 8000, "rollout-server": 8100, "trainer": 8200}
+    ports |= {"rewards": 8300, "fine-tuning": 8400}
     network = Network("weir", list(of_kind(objects, "NetworkPolicy").values()))
     targets = {name: (peers[name], [port]) for name, port in ports.items()}
-    found = pairs(network, [peers["backup"], peers["rewards"]], targets)
-    assert found == {"backup > redis:6379", "rewards > gateway:8000"}
+    found = pairs(network, [peers["backup"], peers["rewards"], peers["fine-tuning"]], targets)
+    assert found == {"backup > redis:6379", "rewards > gateway:8000", "fine-tuning > gateway:8000"}
     prometheus = Peer("prometheus", {}, "monitoring", {})
-    assert "prometheus > rewards:8300" in pairs(network, [prometheus], targets)
+    assert {"prometheus > rewards:8300", "prometheus > fine-tuning:8400"} <= pairs(
+        network, [prometheus], targets
+    )
 
 
 def test_the_reward_service_accepts_its_settings(
@@ -82,6 +86,18 @@ def test_the_reward_service_accepts_its_settings(
     assert (settings.host, settings.port, settings.gateway_url) == ("0.0.0.0", 8300, "http://gateway:8000")
     assert [rule.name for rule in settings.rules] == ["sums"]
     assert settings.gateway_headers["authorization"].startswith("Bearer weir-admin-")
+
+
+def test_the_service_for_fine_tuning_jobs_accepts_its_settings_and_keeps_its_jobs(
+    objects: list[Object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = pods_of(objects)["fine-tuning"]
+    settings = settings_of(FineTuningSettings, pod, objects, tmp_path, monkeypatch)
+    assert (settings.host, settings.port, settings.gateway_url) == ("0.0.0.0", 8400, "http://gateway:8000")
+    assert (settings.gateway_key or "").startswith("weir-admin-")
+    (kept,) = [each for each in pod.spec["volumes"] if "persistentVolumeClaim" in each]
+    mounts = {each["name"]: each["mountPath"] for each in pod.main["volumeMounts"]}
+    assert mounts[kept["name"]] == str(settings.directory)
 
 
 def test_the_operator_gets_the_rules_and_the_jobs_of_prometheus(objects: list[Object]) -> None:

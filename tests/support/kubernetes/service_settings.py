@@ -18,6 +18,7 @@ STAGES = {
     "rollout-server": "rollout_server",
     "trainer": "trainer",
     "rewards": "rewards",
+    "fine-tuning": "fine_tuning",
 }
 """The stage of the Dockerfile that is a pod's image."""
 

@@ -54,7 +54,7 @@ test-fast: .venv/installed  ## the short tests that need no engine
 
 test-long: $(PIECES:%=test-%)  ## all long tests, piece by piece (hours); each piece is a target: test-process, test-engine, …
 
-test-process: install  ## the long tests of the layers unit, service and process
+test-process: install run/helm/env/installed  ## the long tests of the layers unit, service and process
 	@$(PYTEST) -m "long and not engine and not browser" tests/unit tests/service tests/process
 
 test-engine: install run/models/smollm2/config.json  ## the long tests with the real engine
@@ -165,7 +165,10 @@ site: .venv/installed run/site/env/installed  ## the documentation as a site wit
 lock: .venv/installed  ## renew the locks of all environments (UPGRADE=--upgrade takes newer versions)
 	@$(LOCKS)/lock $(UPGRADE)
 
-release: .venv/installed  ## the files of a release in dist/: wheel, sdist, bill of materials, licences, checksums
+chart: .venv/installed  ## the Helm chart in dist/, made of deploy/kubernetes by kubectl
+	@$(BIN)/python deploy/chart.py
+
+release: .venv/installed  ## the files of a release in dist/: wheel, sdist, Helm chart, bill of materials, licences, checksums
 	@$(BIN)/python deploy/release.py $(RELEASE)
 
 licences: install  ## the licence of every installed package, also in the engine's environment
@@ -208,9 +211,10 @@ ifeq ($(TORCH),cpu)
 endif
 	@touch $@
 
-run/site/env/installed: $(LOCKS)/site.txt
+# MkDocs, and Helm's library for the tests of the chart.
+run/site/env/installed run/helm/env/installed: run/%/env/installed: $(LOCKS)/%.txt
 	@$(call new_environment,$(@D))
-	@echo "installing MkDocs into $(@D)"
+	@echo "installing $(<F) into $(@D)"
 	@$(@D)/bin/python $(LOCKED) -r $<
 	@touch $@
 
@@ -284,4 +288,4 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install redis-servers map site lock release licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check expected-time test test-fast test-long test-pauses $(PIECES:%=test-%) page-shots page-vendor crash soak check up status down clean
+.PHONY: help install redis-servers map site lock chart release licences demo env-demo tinker-demo bench bench-trainer bench-learning bench-asynchrony results gpu-check expected-time test test-fast test-long test-pauses $(PIECES:%=test-%) page-shots page-vendor crash soak check up status down clean

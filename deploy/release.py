@@ -1,6 +1,7 @@
 """`make release`: the files of a release, made of the last commit alone. Two runs give the same bytes.
 
 commit ─▶ a clean tree ─▶ weir_rl-VERSION.tar.gz, weir_rl-VERSION-py3-none-any.whl
+                       └▶ weir-chart-VERSION.tgz        the Helm chart (`deploy/chart.py`)
 locks that the wheel brings ─▶ weir_rl-VERSION.cdx.json     every package that they install (CycloneDX)
                             └▶ weir_rl-VERSION-licences.txt  its licence, as its own metadata says it
 all of these, and what --with names (lists of images, the site) ─▶ SHA256SUMS
@@ -58,6 +59,9 @@ def main() -> None:
         "--out", type=Path, default=ROOT / "dist", help="directory of the files; it is emptied"
     )
     parser.add_argument("--untagged", action="store_true", help="try it with a commit that bears no tag")
+    parser.add_argument(
+        "--no-chart", dest="chart", action="store_false", help="leave out the Helm chart, which needs kubectl"
+    )
     parser.add_argument("--with", dest="others", type=Path, nargs="*", default=[], help="files to put beside")
     given = parser.parse_args()
     project = tomllib.loads(in_commit("pyproject.toml"))["project"]
@@ -67,7 +71,7 @@ def main() -> None:
     shutil.rmtree(given.out, ignore_errors=True)
     given.out.mkdir(parents=True)
     epoch = int(git("show", "--no-patch", "--format=%ct", "HEAD"))
-    build(given.out, epoch)
+    build(given.out, epoch, given.chart)
     packages = locked_packages(project["name"])
     stem = f"{project['name'].replace('-', '_')}-{project['version']}"
     bom = bill_of_materials(project, packages, epoch)
@@ -118,18 +122,23 @@ def check_tag(version: str) -> None:
         )
 
 
-def build(out: Path, epoch: int) -> None:
-    """The sdist and the wheel of the last commit. Ends the program with the builder's words if it fails."""
+def build(out: Path, epoch: int, with_chart: bool) -> None:
+    """What is made of the files of the last commit. Ends the program with the builder's words if it fails."""
     environment = os.environ | {"SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0"}
+    commands = [["-m", "hatchling", "build", "-d", str(out.absolute())]]
+    commands += [["deploy/chart.py", "--out", str(out.absolute())]] if with_chart else []
     with tempfile.TemporaryDirectory() as folder:
         tree, archive = Path(folder) / "tree", Path(folder) / "tree.tar"
         git("archive", "--output", str(archive), "HEAD")
         with tarfile.open(archive) as files:
             files.extractall(tree, filter="data")
-        command = [sys.executable, "-m", "hatchling", "build", "-d", str(out.absolute())]
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the wheel cannot be built: {done.stderr}")
+        for words in commands:
+            command = [sys.executable, *words]
+            done = subprocess.run(
+                command, cwd=tree, env=environment, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise SystemExit(f"{' '.join(words[:2])} failed: {done.stderr}")
 
 
 def locked_packages(project: str) -> list[Locked]:

@@ -28,7 +28,7 @@ def test_an_installed_wheel_runs_the_demo_without_an_index(tmp_path: Path) -> No
     release, home, loaded, weir = (tmp_path / name for name in ("files", "home", "loaded", "env/bin/weir"))
     home.mkdir()
     where = {"HOME": str(home), "WEIR_INSTALL_DIR": str(tmp_path / "own"), "WEIR_TORCH": "cpu"}
-    run(sys.executable, ROOT / "deploy" / "release.py", "--untagged", "--out", release, **where)
+    run(sys.executable, ROOT / "deploy" / "release.py", "--untagged", "--no-chart", "--out", release, **where)
     run(sys.executable, "-m", "venv", tmp_path / "env", **where)
     (wheel,) = release.glob("*.whl")
     run(weir.with_name("pip"), "install", "--no-deps", wheel, **where)

@@ -1,7 +1,10 @@
 """Fixtures of the tests of deploy/kubernetes: its overlays, rendered once."""
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 
 from tests.support.kubernetes.pods import Pod, pods_of
@@ -38,3 +41,12 @@ def objects(overlays: dict[str, list[Object]], overlay: str) -> list[Object]:
 @pytest.fixture
 def pods(objects: list[Object]) -> dict[str, Pod]:
     return pods_of(objects)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_read_once() -> Iterator[None]:
+    """The library reads megabytes of definitions for each object."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = functools.cache(kubernetes_validate.utils.schema_contents)
+        patch.setattr("kubernetes_validate.utils.schema_contents", read)
+        yield

@@ -1,11 +1,9 @@
 """Every object is valid for the Kubernetes API, and what it refers to is there."""
 
 import copy
-import functools
 import os
 import runpy
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,6 @@ from tests.support.kubernetes.rendered import ROOT, SOURCE, Object, named, of_ki
 
 VERSIONS = ("1.32", "1.37")
 """The oldest Kubernetes that the manifests are for, and the newest whose schemas are known here."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schemas_read_once() -> Iterator[None]:
-    """The library reads megabytes of definitions for each object."""
-    with pytest.MonkeyPatch.context() as patch:
-        read = functools.cache(kubernetes_validate.utils.schema_contents)
-        patch.setattr("kubernetes_validate.utils.schema_contents", read)
-        yield
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -72,7 +72,7 @@ def test_version_spans_are_recorded_as_sampled(gateway: RunningGateway) -> None:
 def test_streamed_text_is_the_answer_token_by_token(gateway: RunningGateway) -> None:
     text = "a longer answer, with ünïcödé and 漢字 in it"
     gateway.engine.script.append(text)
-    gateway.engine.pace_s = 0.005  # a pause between tokens: those that arrive together are sent as one chunk
+    gateway.engine.pace_s = 0.03  # a pause between tokens: those that arrive together are sent as one chunk
     client = gateway.client(gateway.session())
     chunks = list(
         client.chat.completions.create(

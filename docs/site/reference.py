@@ -3,6 +3,7 @@
 python docs/site/reference.py DIRECTORY
 """
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -215,6 +216,21 @@ def _parameter(each: Any) -> str:
     return f"| {shown} | {value} | {_cell(getattr(each, 'help', None) or '')} |"
 
 
+PIN = re.compile(r'^    "([\w.-]+)==([^"]+)",(?:  # (.+))?$')
+
+
+def libraries_page() -> Iterator[str]:
+    """Every pinned library with its version and its reason, as pyproject.toml has them, by extra."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    yield "# Libraries\n"
+    for line in section.splitlines():
+        if line.endswith(" = ["):
+            yield f"\n## {line.split()[0]}\n\n| library | version | |\n|---|---|---|"
+        elif found := PIN.match(line):
+            yield f"| {found[1]} | {found[2]} | {_cell(found[3] or '')} |"
+
+
 def python_page() -> Iterator[str]:
     """What users' own code imports; mkdocstrings puts the docstrings in."""
     yield "# Python\n"
@@ -228,6 +244,7 @@ PAGES = {
     "rest": rest_page,
     "cli": cli_page,
     "python": python_page,
+    "libraries": libraries_page,
 }
 
 

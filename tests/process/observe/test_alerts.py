@@ -71,7 +71,7 @@ def test_each_alert_has_its_lines_in_the_runbook(alert: str) -> None:
     found = re.search(rf"^### {alert}\n(.*?)(?=^##|\Z)", RUNBOOK.read_text(encoding="utf-8"), re.S | re.M)
     assert found is not None
     assert rule["annotations"]["summary"].endswith(".")
-    for part in ("Look at:", "Do:"):
+    for part in ("See:", "Do:"):
         assert part in found[1]
 
 

@@ -26,8 +26,9 @@ from weir.stack.stack import Stack
 
 pytestmark = pytest.mark.long
 
-EPISODES = 960
-"""At most so many may a task need until it is learned. On a busy machine, fewer steps are made of them."""
+EPISODES = 2560
+"""At most so many may a task need until it is learned: four times those of a task alone, because a busy
+machine makes fewer steps of them."""
 GROUP_SIZE, TOKENS = 8, 8
 Enough = Callable[[EpisodeLog], bool]
 

@@ -229,10 +229,6 @@ class Fleet:
         """Whether another server, for which `lives` is true, can take over a call now."""
         return any(other.able and lives(other) for other in self.rotation.replacements(allowed, server))
 
-    def choose(self, session_id: str, allowed: AllowedVersions = ANY, avoid: str = "") -> FleetServer | None:
-        """As `Rotation.choose`; the server `avoid` only if there is no other."""
-        return self.rotation.choose(WantedServer(session_id, allowed, avoid))
-
     def has(self, version: int) -> bool:
         """Whether any server can answer with the version, in rotation or not, or comes back with it."""
         kept = {self.serving, *(pin.version for pin in self.plan.pins)}

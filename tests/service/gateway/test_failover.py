@@ -21,6 +21,7 @@ from gateway.fleet.failover import Sampler, Waits
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import FleetServer
 from gateway.fleet.generate_request import ANY, AllowedVersions, SampleRequest, SamplingParameters
+from gateway.fleet.placement import WantedServer
 from gateway.prometheus import Metrics
 from rollout_queue import clock
 from rollout_queue.contract.records import Span
@@ -69,7 +70,7 @@ class Scene:
     @property
     def first(self) -> GatedEngine:
         """The engine that gets the session's first call."""
-        server = self.fleet.choose("s")
+        server = self.fleet.rotation.choose(WantedServer("s"))
         assert server is not None
         return self.engines[int(server.id[-1])]
 
@@ -354,7 +355,7 @@ async def test_bytes_of_an_answer_are_a_sign_that_the_engines_process_lives(
     scene: Scene, stopped: TurnedClock
 ) -> None:
     """The engine accepts the request, and sends the tokens half a second later."""
-    server = scene.fleet.choose("s")
+    server = scene.fleet.rotation.choose(WantedServer("s"))
     assert server is not None
     await scene.sampler.sample(scene.ask(), scene.take, lambda _: stopped.turn(0.5))
     assert server.signs["process"] == clock.monotonic()

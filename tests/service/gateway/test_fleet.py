@@ -128,7 +128,8 @@ async def fleet(redis_url: str) -> AsyncIterator[Fleet]:
 
 
 def chosen(fleet: Fleet, version: int | None = None, avoid: str = "") -> set[str]:
-    servers = (fleet.choose(f"s{n}", AllowedVersions(version), avoid) for n in range(32))
+    wanted = (WantedServer(f"s{n}", AllowedVersions(version), avoid) for n in range(32))
+    servers = map(fleet.rotation.choose, wanted)
     return {server.id for server in servers if server is not None}
 
 

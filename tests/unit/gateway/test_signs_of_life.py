@@ -11,6 +11,7 @@ from gateway.errors import EngineFault
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.fleet_server import EngineWait, FleetServer, Registration
 from gateway.fleet.generate_request import AllowedVersions
+from gateway.fleet.placement import WantedServer
 from gateway.fleet.server_status import read_status
 from gateway.fleet.silence import SILENCE_S, WATCH_EVERY_S, SilenceWatch
 from gateway.prometheus import Metrics
@@ -96,5 +97,5 @@ async def test_a_hung_server_is_left_after_the_usual_silence_also_while_a_canary
     await watch.close()
     with pytest.raises(EngineFault), wait:
         pass  # it raises here if the answer moves
-    assert fleet.choose("s", wait.allowed, avoid=hangs) is other
+    assert fleet.rotation.choose(WantedServer("s", wait.allowed, hangs)) is other
     assert "silent" in str(hung)

@@ -22,14 +22,14 @@ from rollout_queue.redis.settings import RedisSettings
 from tests.crash.agents import Agents
 from tests.support.queue.cluster import Cluster
 from tests.support.serving import free_port
-from tests.support.system.real_system import stack_settings
+from tests.support.system.real_system import BOOTS_WITHIN_S, stack_settings
 from weir.stack.service_process import Service, http_ready
 from weir.stack.services import services_of
 from weir.stack.settings import StackSettings
 from weir.stack.stack import Stack
 
 CLIENT_KEY, ADMIN_KEY = "crash-client", "crash-admin"
-HEALS_WITHIN_S = 240.0
+HEALS_WITHIN_S = BOOTS_WITHIN_S  # an engine that was killed boots again
 SECOND, SECOND_GATEWAY = "second_rollout_server", "second_gateway"
 DRIVER = "driving gateway"
 NAMES = {"trainer": "trainer_service", "trainer rank 1": "trainer_service", "engine": "rollout_server"}
@@ -294,6 +294,6 @@ def crash_system(
     )
     held = nullcontext() if cluster is None else closing(cluster)
     with held, Stack(settings, _with_second_ones(settings)) as stack:
-        stack.wait_ready(timeout_s=1200)
+        stack.wait_ready(timeout_s=BOOTS_WITHIN_S)
         url = cluster.url if cluster is not None else settings.redis_url
         yield CrashSystem(stack, settings, open_redis(RedisSettings(redis_url=url), 30), url, cluster)

@@ -12,9 +12,9 @@ from rollout_queue.settings import (
     BOUND,
     FOR_TESTS,
     CommaSeparated,
-    GatewayUrl,
     Hidden,
     HttpSettings,
+    ServiceUrl,
     SettingsPart,
 )
 
@@ -53,7 +53,7 @@ class FineTuningSettings(HttpSettings):
     """Every route needs one of them. The first one is also the key for the gateway."""
     client_keys: CommaSeparated = []
     """Keys that are known, and refused: jobs train the policy that all clients share."""
-    gateway_url: GatewayUrl = "http://127.0.0.1:8000"
+    gateway_url: ServiceUrl = "http://127.0.0.1:8000"
     directory: Path = Path("run/fine_tuning")
     """Where files, jobs and events are kept. One service uses it at a time."""
     group_size: int = Field(8, ge=2, le=1024)

@@ -8,7 +8,7 @@ from reward_service.dispatch.reward_rules import AnyRule, DispatchSettings
 from reward_service.judging import JudgeSettings
 from reward_service.python_sandbox import PythonSettings
 from rollout_queue.http.callers import bearer
-from rollout_queue.settings import BOUND, CommaSeparated, GatewayUrl, HttpSettings, SettingsPart
+from rollout_queue.settings import BOUND, CommaSeparated, HttpSettings, ServiceUrl, SettingsPart
 
 
 class GradingLimits(SettingsPart):
@@ -34,7 +34,7 @@ class RewardSettings(HttpSettings):
     admin_keys: CommaSeparated = []
     """The first admin key, else the first client key, is the one for the gateway. With a client key the
     service sees that client's sessions only."""
-    gateway_url: GatewayUrl = "http://127.0.0.1:8000"
+    gateway_url: ServiceUrl = "http://127.0.0.1:8000"
     limits: Annotated[GradingLimits, BOUND] = GradingLimits()
     python: PythonSettings = PythonSettings()
     judge: JudgeSettings = JudgeSettings()

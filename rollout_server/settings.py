@@ -16,6 +16,7 @@ from rollout_queue.settings import (
     HttpSettings,
     ObjectStoreSettings,
     ServiceKey,
+    ServiceUrl,
     SettingsPart,
 )
 from rollout_queue.tracing import OtelSettings
@@ -85,10 +86,9 @@ class RolloutServerSettings(HttpSettings):
     current and the former version in a directory inside, which has its `id` as name. A server without an id
     takes the first free one of `server-0`, `server-1` …"""
     policies_dir: Path = Path("run/policies")
-    trainer_url: str = "http://127.0.0.1:8200"
+    trainer_url: ServiceUrl = Field("http://127.0.0.1:8200", min_length=1)
     locations: CommaSeparated = []
-    """Prefixes that weights may come from, such as s3://bucket/path; empty means weights_dir, policies_dir
-    and trainer_url."""
+    """Prefixes of places of weights (s3://bucket/path). Empty: weights_dir, policies_dir and trainer_url."""
     object_store: ObjectStoreSettings = ObjectStoreSettings()
 
     engine_python: str = sys.executable
@@ -168,7 +168,7 @@ class RolloutServerSettings(HttpSettings):
             raise ValueError("rollout_server.lora: adapters in the engine are lost with memory shared")
         return self
 
-    @field_validator("public_url", "gateway_url", "trainer_url", "engine_public_url")
+    @field_validator("public_url", "gateway_url", "engine_public_url")
     @classmethod
     def _without_trailing_slash(cls, value: str | None) -> str | None:
         return value.rstrip("/") or None if value else None

@@ -103,7 +103,7 @@ def _plain(url: str) -> str:
 
 
 PlainUrl = Annotated[str, AfterValidator(_plain)]
-GatewayUrl = Annotated[str, AfterValidator(lambda url: url.rstrip("/"))]
+ServiceUrl = Annotated[str, AfterValidator(lambda url: url.rstrip("/"))]
 
 
 class ObjectStoreSettings(SettingsPart):

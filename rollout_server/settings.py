@@ -88,7 +88,7 @@ class RolloutServerSettings(HttpSettings):
     policies_dir: Path = Path("run/policies")
     trainer_url: ServiceUrl = Field("http://127.0.0.1:8200", min_length=1)
     locations: CommaSeparated = []
-    """Prefixes of places of weights (s3://bucket/path). Empty: weights_dir, policies_dir and trainer_url."""
+    """Prefixes that weights may come from (s3://bucket/); empty: weights_dir, policies_dir, trainer_url."""
     object_store: ObjectStoreSettings = ObjectStoreSettings()
 
     engine_python: str = sys.executable

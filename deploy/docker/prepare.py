@@ -26,7 +26,7 @@ SECRETS_DIR = Path("/run/weir")
 ENGINE_SECRETS_DIR = Path("/run/weir-engines")
 """What rollout servers read: their own key and that of engines."""
 CLIENT_SECRETS_DIR, REWARDS_SECRETS_DIR = Path("/run/weir-clients"), Path("/run/weir-rewards")
-"""What the demo's agent and the reward service read: the client keys; the keys, and nothing of Redis."""
+"""What the demo's agent and the services of graders read: the client keys; the keys, and nothing of Redis."""
 SEED = 0
 UNKNOWN_KEYS = (
     "there was a deployment here whose keys are not known: "

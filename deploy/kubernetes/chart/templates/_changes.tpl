@@ -91,7 +91,7 @@ checksums, the hash of each ConfigMap by its name. It changes the object in plac
 {{- with .values.model.name }}{{ $_ := set $container "args" (compact (list . $.values.model.revision)) }}{{ end -}}
 {{- with .values.model.tokenSecret -}}
 {{- $from := dict "secretKeyRef" (dict "name" . "key" "HF_TOKEN") -}}
-{{- $_ := set $container "env" (list (dict "name" "HF_TOKEN" "valueFrom" $from)) -}}
+{{- $_ := set $container "env" (append (default list $container.env) (dict "name" "HF_TOKEN" "valueFrom" $from)) -}}
 {{- end -}}
 {{- include "weir.pod" (merge (dict "of" .object.spec) .) -}}
 {{- $_ := set .object.metadata "name" (printf "model-%s" (toJson .object.spec | sha256sum | trunc 10)) -}}

@@ -82,6 +82,7 @@ def prepare_deepspeed(settings: ModelSettings) -> ModuleType:
     # release; `import deepspeed.comm.torch` would resolve to the real torch.
     comm: Any = sys.modules["deepspeed.comm.torch"]
     comm.build_shm_op = lambda: None
+    _let_weights_be_freed()
     backend = "gloo" if cpu else "nccl"
     if not torch.distributed.is_initialized() and "WORLD_SIZE" not in os.environ:
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -89,6 +90,21 @@ def prepare_deepspeed(settings: ModelSettings) -> ModuleType:
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     module: ModuleType = deepspeed
     return module
+
+
+def _let_weights_be_freed() -> None:
+    """Let the collector free weights while a model is made. DeepSpeed keeps the names of a model's weights
+    until the next one is made, and then goes through them. A weight that is freed takes its name out, which
+    is an error in a loop over the names themselves; so the loop is over a copy. The names are private to the
+    pinned release."""
+
+    class Finalizers(dict[int, Any]):
+        def values(self) -> Any:
+            return list(super().values())
+
+    debug: Any = sys.modules["deepspeed.utils.debug"]
+    for names in (debug.module_names, debug.param_names):
+        names._finalizers = Finalizers(names._finalizers)
 
 
 def uses_cuda() -> bool:

@@ -1,6 +1,7 @@
 """Every stage of ZeRO on one rank learns the same, and exports, saves and refuses the same, also as
 configured for CUDA. The learning rate of each step."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,25 @@ def test_deepspeed_accepts_the_configuration_for_cuda(imported: None, way: dict[
     assert accepted.zero_config.reduce_scatter == (way["dtype"] == "float32")
     assert accepted.bfloat16_config.enabled == (way["dtype"] == "bfloat16")
     assert not accepted.managed_gradient_accumulation
+
+
+def test_a_model_is_made_while_the_one_before_it_is_freed(
+    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed goes through the names of the former model. The collector may free it at any step of that."""
+    from deepspeed.utils.debug import debug_extract_module_and_param_names
+
+    former = [torch.nn.Linear(2, 2)]
+    debug_extract_module_and_param_names(former[0])
+    detach = weakref.finalize.detach
+
+    def free_and_detach(finalizer: "weakref.finalize[..., Any]") -> object:
+        former.clear()
+        return detach(finalizer)
+
+    monkeypatch.setattr(weakref.finalize, "detach", free_and_detach)
+    make_learner()
+    assert not former
 
 
 @pytest.mark.parametrize(

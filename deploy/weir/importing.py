@@ -25,10 +25,10 @@ from rollout_queue.contract.export_rows import (
     row_from_json,
 )
 from rollout_queue.foreign_json import read_json
+from rollout_queue.protocol.conditions import counted
 from rollout_queue.protocol.message import ID
 from rollout_queue.redis.record_restore import Restored, restore
 from weir.errors import StackError
-from weir.words import counted
 
 Source = TypeVar("Source")
 

@@ -7,7 +7,7 @@ import msgspec
 from rich.text import Text
 
 from rollout_queue import clock
-from rollout_queue.protocol.conditions import TRAINER_SILENT_S
+from rollout_queue.protocol.conditions import TRAINER_SILENT_S, counted
 from rollout_queue.protocol.gateway_messages import SystemStatus
 from rollout_queue.protocol.message import MalformedMessage
 from rollout_queue.redis.settings import RedisSettings, without_password
@@ -20,7 +20,6 @@ from weir.stack.service_process import (
     system_status,
 )
 from weir.stack.stack_state import ProcessState, StackState
-from weir.words import counted
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from rich.live import Live
 from rich.text import Text
 
 from rollout_queue import clock
+from rollout_queue.protocol.conditions import counted, duration
 from rollout_queue.protocol.gateway_messages import SystemStatus
 from rollout_queue.protocol.message import MalformedMessage
 from weir.stack.service_process import system_status
-from weir.words import counted, duration, size
+from weir.words import size
 
 METRICS = (
     ("reward", "reward_mean"),

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
-from gateway.operators.warnings import counted, duration
 from rollout_queue import clock
 from rollout_queue.contract.errors import StorageUnavailable
 from rollout_queue.contract.head import GroupProgress, SessionProgress, SessionStage
+from rollout_queue.protocol.conditions import counted, duration
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored

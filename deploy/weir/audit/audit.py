@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout_queue import clock
+from rollout_queue.protocol.conditions import counted
 from weir.audit.audit_facts import ClientAnswer, Evidence, Finding, SessionFact, TurnFact
 from weir.audit.audit_rules import TRAINED, final_verdict, findings_of
 from weir.audit.audit_sources import Sources
 from weir.audit.evidence import gather
-from weir.words import counted
 
 
 class FateCount(msgspec.Struct):

@@ -14,14 +14,13 @@ from rich.table import Table
 
 from rollout_queue import clock
 from rollout_queue.model_checks import TENSORS, TOKENIZER
-from rollout_queue.protocol.conditions import CONDITIONS, ConditionFacts, Problem, problems_in
+from rollout_queue.protocol.conditions import CONDITIONS, ConditionFacts, Problem, counted, problems_in
 from rollout_queue.protocol.message import TITLE, MalformedMessage, ModelCheck
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from weir.doctor import redis_health, service_checks, this_machine
 from weir.doctor.asking import gather
 from weir.doctor.deployment_facts import Check, DeploymentFacts, Found, problems_of
 from weir.doctor.targets import Targets
-from weir.words import counted
 
 COLOURS = {"right": "green", "differs": "yellow", "refused": "red", "unknown": "yellow"}
 

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 from rollout_queue import clock
 from rollout_queue.contract.published_policy import PolicyRecord
 from rollout_queue.http.callers import LOOPBACK
-from rollout_queue.protocol.conditions import NO_EVICTION, RedisUse
+from rollout_queue.protocol.conditions import NO_EVICTION, RedisUse, duration
 from rollout_queue.protocol.trainer_messages import TrainerReport
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import refusal
@@ -22,7 +22,6 @@ from rollout_queue.redis.redis_client import open_async_redis
 from weir.audit.audit_sources import Sources
 from weir.doctor.deployment_facts import DeploymentFacts, Found, RedisFacts
 from weir.stack.settings import redis_access
-from weir.words import duration
 
 
 async def read_redis(url: str, timeout_s: float) -> RedisFacts:

@@ -11,11 +11,10 @@ import msgspec
 
 from rollout_queue.foreign_json import read_json
 from rollout_queue.http.callers import LOOPBACK
-from rollout_queue.protocol.conditions import INTENDED
+from rollout_queue.protocol.conditions import INTENDED, counted, duration
 from rollout_queue.protocol.gateway_messages import NO_SIGN_OF_LIFE
 from weir.doctor.deployment_facts import MOST_APART_S, Check, DeploymentFacts, Found, ServiceFacts
 from weir.stack.service_process import RewardStatus
-from weir.words import counted, duration
 
 SECTIONS = ("gateway", "rollout_server", "trainer")
 READ_PIPELINE = "see GET /admin/pipeline, and `gateway.warnings` in docs/gateway.md"

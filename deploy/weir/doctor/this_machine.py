@@ -12,9 +12,10 @@ from pathlib import Path
 from rollout_queue import clock
 from rollout_queue.contract.published_policy import sha256_of
 from rollout_queue.machine_memory import machine_memory
+from rollout_queue.protocol.conditions import counted
 from weir.doctor.deployment_facts import DeploymentFacts, DiskFacts, Found, LogFacts, MachineFacts
 from weir.doctor.targets import Targets
-from weir.words import counted, size
+from weir.words import size
 
 SAME_FILES = ("config.json", "tokenizer.json")
 """The files beside the weights on which gateway, engine and trainer must agree."""

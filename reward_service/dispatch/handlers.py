@@ -6,6 +6,7 @@ A group is graded when none of its sessions is open, or shortly before the first
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -56,55 +57,52 @@ POSTS = 12
 """How often a reward is posted while the gateway cannot take it; with pauses of up to a minute."""
 
 
+@dataclass(frozen=True)
 class RewardPoster:
     """Posts the rewards of all rules."""
 
-    def __init__(self, gateway: SessionGateway, limit_s: float) -> None:
-        self._gateway, self._limit_s = gateway, limit_s
+    gateway: SessionGateway
+    limit_s: float
 
     async def post(self, session_id: str, reward: SessionReward, key: str, source: str) -> RewardOutcome:
         """Post again while the gateway is away, so that the session need not be graded again. Raises
         GatewayFailure."""
         for post in range(POSTS - 1):
             try:
-                return await self._gateway.reward(session_id, reward.value, key, source, reward.turn_id)
+                return await self.gateway.reward(session_id, reward.value, key, source, reward.turn_id)
             except GatewayAway as error:
                 logger.warning("the reward of session %s waits: %s", session_id, error)
-            await clock.sleep(clock.backoff_s(post, FIRST_PAUSE_S, self._limit_s))
-        return await self._gateway.reward(session_id, reward.value, key, source, reward.turn_id)
+            await clock.sleep(clock.backoff_s(post, FIRST_PAUSE_S, self.limit_s))
+        return await self.gateway.reward(session_id, reward.value, key, source, reward.turn_id)
 
 
+@dataclass(frozen=True)
 class SessionHandler:
     """Reads a session, has it graded, and posts its reward."""
 
-    def __init__(
-        self,
-        rule: GraderRule,
-        grader: SessionGrader,
-        gateway: SessionGateway,
-        poster: RewardPoster,
-        metrics: RewardMetrics,
-    ) -> None:
-        self.rule = rule
-        self._grader, self._gateway, self._poster, self._metrics = grader, gateway, poster, metrics
+    rule: GraderRule
+    grader: SessionGrader
+    gateway: SessionGateway
+    poster: RewardPoster
+    metrics: RewardMetrics
 
     def unit_of(self, session: WaitingSession) -> str | None:
         return session.session_id if self.rule.matches(session.task_id, session.metadata) else None
 
     async def handle(self, unit: str, attempt: int) -> str | None:
-        session = await self._gateway.session(unit)
+        session = await self.gateway.session(unit)
         if session is None or not session.waits:
             return str((RewardOutcome.GONE if session is None else RewardOutcome.ALREADY).value)
-        with self._metrics.attempt(self.rule.name):
+        with self.metrics.attempt(self.rule.name):
             try:
                 async with clock.timeout(self.rule.timeout_s):
-                    reward = await self._grader.grade(session, attempt)
+                    reward = await self.grader.grade(session, attempt)
             except TimeoutError as error:
                 raise AttemptFailed(f"no answer within {self.rule.timeout_s} s") from error
         if reward is None:
             return None
         source = f"{self.rule.kind}:{self.rule.name}"
-        outcome = await self._poster.post(unit, reward, self.rule.name, source)
+        outcome = await self.poster.post(unit, reward, self.rule.name, source)
         return str(outcome.value)
 
 
@@ -112,26 +110,22 @@ UNIT = "group/"
 """Ids have no slash, so no session's id is a group's unit."""
 
 
+@dataclass(frozen=True)
 class GroupHandler:
     """Reads a group, has it graded, and posts the rewards of its sessions."""
 
-    def __init__(
-        self,
-        rule: RelativeRule | HttpRule,
-        grader: GroupGrader,
-        gateway: SessionGateway,
-        poster: RewardPoster,
-        metrics: RewardMetrics,
-    ) -> None:
-        self.rule = rule
-        self._grader, self._gateway, self._poster, self._metrics = grader, gateway, poster, metrics
+    rule: RelativeRule | HttpRule
+    grader: GroupGrader
+    gateway: SessionGateway
+    poster: RewardPoster
+    metrics: RewardMetrics
 
     def unit_of(self, session: WaitingSession) -> str | None:
         matches = session.group_id is not None and self.rule.matches(session.task_id, session.metadata)
         return f"{UNIT}{session.group_id}" if matches else None
 
     async def handle(self, unit: str, attempt: int) -> str | None:
-        members = await self._gateway.members(unit.removeprefix(UNIT))
+        members = await self.gateway.members(unit.removeprefix(UNIT))
         waiting = {each.session_id for each in members if each.waits}
         if not waiting:
             return RewardOutcome.ALREADY.value
@@ -143,7 +137,7 @@ class GroupHandler:
         opinions = {each: given[each] for each in given if each in waiting}
         for session_id, sourced in opinions.items():
             if sourced is not None:
-                await self._poster.post(session_id, sourced.reward, self.rule.name, sourced.source)
+                await self.poster.post(session_id, sourced.reward, self.rule.name, sourced.source)
         # The group is left alone if a session has no opinion, until a further one waits: the grader would be
         # asked again and again.
         return None if None in opinions.values() else RewardOutcome.STORED.value
@@ -165,7 +159,7 @@ class GroupHandler:
         long."""
         found, chars = list[SessionToGrade](), 0
         for session_id in session_ids:
-            session = await self._gateway.session(session_id)
+            session = await self.gateway.session(session_id)
             if session is None or not session.branch:
                 continue
             found.append(msgspec.structs.replace(session, turns=list(session.branch)))
@@ -178,10 +172,10 @@ class GroupHandler:
         self, sessions: Sequence[SessionToGrade], unit: str, attempt: int
     ) -> Mapping[str, SourcedReward | None]:
         """The reward of each session, by its id. Raises AttemptFailed."""
-        with self._metrics.attempt(self.rule.name):
+        with self.metrics.attempt(self.rule.name):
             try:
                 async with clock.timeout(self.rule.timeout_s):
-                    rewards = await self._grader.grade(sessions, unit, attempt)
+                    rewards = await self.grader.grade(sessions, unit, attempt)
             except TimeoutError as error:
                 raise AttemptFailed(f"no answer within {self.rule.timeout_s} s") from error
         return {each.session_id: reward for each, reward in zip(sessions, rewards, strict=True)}

@@ -23,14 +23,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rollout_queue.config_file import refuse_unknown_sections
-from rollout_queue.settings import (
-    SHORT_NAMES,
-    Hidden,
-    ServiceSettings,
-    check_names,
-    models_in,
-    read_settings,
-)
+from rollout_queue.settings import SHORT_NAMES, Hidden, ServiceSettings, check_names, models_in, read_settings
 from weir.stack.services import determined_sections
 from weir.stack.settings import StackSettings, service_field
 

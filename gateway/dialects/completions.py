@@ -10,11 +10,7 @@ from msgspec import UNSET, UnsetType
 from gateway.callers.identity import Caller, user_named
 from gateway.dialects.base import ParsedRequest, RecordedAnswer
 from gateway.dialects.body_decoding import decode_body
-from gateway.dialects.completions_wire import (
-    CompletionChoice,
-    CompletionRequest,
-    TextCompletion,
-)
+from gateway.dialects.completions_wire import CompletionChoice, CompletionRequest, TextCompletion
 from gateway.dialects.fields import check_metadata
 from gateway.dialects.logprobs import CompletionLogprobs, TextOffsets, completion_logprobs
 from gateway.dialects.wire import (

@@ -33,13 +33,7 @@ from gateway.dialects.stored_responses import (
     StoredConversation,
     StoredResponse,
 )
-from gateway.dialects.wire import (
-    JsonObject,
-    check_sampling,
-    encode,
-    given_fields,
-    left_out,
-)
+from gateway.dialects.wire import JsonObject, check_sampling, encode, given_fields, left_out
 from gateway.errors import invalid
 from gateway.generations.generation import Call, Generation
 from gateway.language.chat_messages import Message, in_call_order

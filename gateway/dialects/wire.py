@@ -9,13 +9,7 @@ import msgspec
 from gateway.errors import invalid
 from gateway.generations.generation import Generation, tokens_of
 from gateway.language.chat_messages import Message, text_of
-from gateway.language.constraint import (
-    AnswerForm,
-    Constraint,
-    choice_form,
-    pattern_form,
-    schema_form,
-)
+from gateway.language.constraint import AnswerForm, Constraint, choice_form, pattern_form, schema_form
 from rollout_queue.foreign_json import read_json
 
 T = TypeVar("T", bound=msgspec.Struct)

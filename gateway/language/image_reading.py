@@ -24,14 +24,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
 from gateway.errors import invalid
-from gateway.language.image_decoding import (
-    ClientImage,
-    Png,
-    SharedDecodes,
-    image_of,
-    png_of,
-    too_large,
-)
+from gateway.language.image_decoding import ClientImage, Png, SharedDecodes, image_of, png_of, too_large
 from gateway.language.image_pads import IMAGE, Vision, image_parts
 from gateway.settings import ImageSettings
 from rollout_queue import clock

@@ -7,13 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    FiniteFloat,
-    field_validator,
-    model_validator,
-)
+from pydantic import Discriminator, Field, FiniteFloat, field_validator, model_validator
 
 from reward_service.graders.grader_objects import MAX_SOURCE_CHARS, AnyGrader
 from rollout_queue.settings import PlainUrl, SettingsPart

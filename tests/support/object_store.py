@@ -16,11 +16,7 @@ import botocore.session
 import httpx
 import pytest
 from moto import settings
-from moto.moto_server.werkzeug_app import (
-    DomainDispatcherApplication,
-    MotoRequestHandler,
-    create_backend_app,
-)
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 
 from tests.support.authorities import ONE

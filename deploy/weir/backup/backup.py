@@ -43,13 +43,7 @@ from rollout_queue.redis.redis_client import open_redis
 from trainer_service.storage.checkpoint import LEDGER, STATE
 from trainer_service.storage.policy_store import VERSION_DIRECTORY
 from weir.audit.audit_sources import Sources
-from weir.backup.manifest import (
-    BackedUpFile,
-    BackupManifest,
-    copy_file,
-    noted,
-    write_manifest,
-)
+from weir.backup.manifest import BackedUpFile, BackupManifest, copy_file, noted, write_manifest
 from weir.backup.point import CheckpointWatch, FileHolder, PointMissed
 from weir.backup.redis_copy import INDEX, VALUES, CopiedRedis, copy_redis, single_redis
 from weir.errors import StackError

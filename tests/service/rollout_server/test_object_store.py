@@ -13,14 +13,7 @@ import pytest
 
 from rollout_queue.contract.published_policy import FileSpec, ObjectPrefix, TensorSpec, sha256_of
 from rollout_queue.settings import ObjectStoreSettings
-from tests.support.object_store import (
-    BUCKET,
-    KEYS,
-    CuttingProxy,
-    RunningStore,
-    object_store,
-    set_environment,
-)
+from tests.support.object_store import BUCKET, KEYS, CuttingProxy, RunningStore, object_store, set_environment
 from tests.support.rollout_server.harness import Harness, make_harness
 from tests.support.rollout_server.weights import WEIGHTS, float32_tensors, write_model, write_safetensors
 from tests.support.waiting import wait_until_async

@@ -25,9 +25,7 @@ from tests.support.trainer_service.model_families import Family, made
 from tests.support.trainer_service.model_kinds import make_kind
 from tests.support.trainer_service.peft_models import peft_model
 from tests.support.trainer_service.random_rows import MakeLearner, OneRankLearner, random_rows
-from tests.support.trainer_service.same_training import (
-    differs_by,
-)
+from tests.support.trainer_service.same_training import differs_by
 from trainer_service.model import deepspeed_policy, rank_model
 from trainer_service.model.base_weights import BaseWeights
 from trainer_service.model.exported_tensors import check_tensor_names, stochastically_rounded

@@ -12,11 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.queue.memory_stream import MemoryStream
-from tests.support.trainer_service.command_harness import (
-    CommandHarness,
-    MakeCommandHarness,
-    command_settings,
-)
+from tests.support.trainer_service.command_harness import CommandHarness, MakeCommandHarness, command_settings
 from tests.support.trainer_service.command_log import MemoryCommandLog
 from tests.support.trainer_service.conversion import convert_here
 from tests.support.trainer_service.device import ON_DEVICE, SPARING

@@ -12,15 +12,7 @@ from gateway.errors import InvalidRequest
 from gateway.language.chat_messages import Message
 from gateway.language.deltas import beginning
 from gateway.language.render import ChatRenderer
-from tests.support.gateway.families_agent import (
-    TOOL,
-    Agent,
-    RendererOf,
-    call,
-    result,
-    told,
-    user,
-)
+from tests.support.gateway.families_agent import TOOL, Agent, RendererOf, call, result, told, user
 from tests.support.gateway.families_models import CONTROL_TOKENS, make_model
 
 EVERY = sorted(CONTROL_TOKENS)

@@ -17,14 +17,7 @@ from docs.site.reference import settings_page
 from gateway.settings import LimitSettings
 from tests.support.tolerances import ulps
 from tests.support.trainer_service.choices import choices
-from tests.support.trainer_service.worked_example import (
-    DOCUMENT,
-    VERSION,
-    Example,
-    integers,
-    numbers,
-    table,
-)
+from tests.support.trainer_service.worked_example import DOCUMENT, VERSION, Example, integers, numbers, table
 from trainer_service.algorithms.advantages import Advantage
 from trainer_service.algorithms.aggregation import Aggregation
 from trainer_service.algorithms.corrections import Correction, Mask

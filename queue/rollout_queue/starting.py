@@ -74,7 +74,7 @@ def secrets_of(values: Any, name: str = "") -> Iterator[str]:
 
 def _take_over_libraries() -> None:
     """Have the loggers of libraries that write by themselves pass their lines on to the root's handler."""
-    for each in logging.root.manager.loggerDict.values():
+    for each in list(logging.root.manager.loggerDict.values()):  # other threads make loggers meanwhile
         if isinstance(each, logging.Logger) and each.handlers:
             each.handlers.clear()
             each.propagate = True

@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -103,10 +105,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """While the test and its fixtures run, its layer decides which processes may start."""
+    """While the test and its fixtures run, its layer decides which processes may start, and a service of this
+    process may take the log over. Afterwards the log is as before."""
     note_start(item)
+    root, hooks = logging.root, (sys.excepthook, threading.excepthook)
+    level, handlers = root.level, root.handlers[:]
     with processes_of_layer(layer_of(item)):
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            root.setLevel(level)
+            root.handlers[:] = handlers
+            sys.excepthook, threading.excepthook = hooks
 
 
 @pytest.hookimpl(wrapper=True)

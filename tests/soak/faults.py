@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import httpx
+import psutil
 
 from tests.soak.hostile import DEADLY, Hostile
 from tests.soak.journal import Journal
-from tests.soak.system import SoakSystem
+from tests.soak.system import Engine, SoakSystem
 
 PAUSE_S = (2.0, 6.0)
 DOWN_S = (1.0, 4.0)
@@ -65,22 +66,20 @@ async def _kill(system: SoakSystem, draw: random.Random) -> None:
 
 
 async def _hang(system: SoakSystem, draw: random.Random) -> None:
-    engine = draw.choice(system.engines)
-    engine.suspend()
-    try:
-        await asyncio.sleep(draw.uniform(*HANGS_S))  # the engine stays suspended
-    finally:
-        engine.resume()
+    await _suspend(draw.choice(system.engines), draw.uniform(*HANGS_S))
 
 
 async def _stand_still(system: SoakSystem, draw: random.Random) -> None:
     """A gateway's machine stands still. All that happens to it meanwhile comes late, and nothing failed."""
-    gateway = draw.choice(system.processes)
-    gateway.suspend()
+    await _suspend(draw.choice(system.processes), draw.uniform(*STANDS_STILL_S))
+
+
+async def _suspend(process: Engine | psutil.Process, seconds: float) -> None:
+    process.suspend()
     try:
-        await asyncio.sleep(draw.uniform(*STANDS_STILL_S))  # the gateway stays suspended
+        await asyncio.sleep(seconds)  # it stays suspended
     finally:
-        gateway.resume()
+        process.resume()
 
 
 FAULTS: dict[str, Fault] = {"kill": _kill, "hang": _hang, "standstill": _stand_still}

@@ -104,10 +104,10 @@ def test_the_gateway_remembers_so_many_sessions_and_no_more(
     with backends.ready_gateway(session_cache_bytes=SOME_SESSIONS) as forgetful, traced():
 
         def sessions_call() -> None:
-            for _ in range(30):
+            for _ in range(100):
                 assert forgetful.chat(key=forgetful.session()["api_key"]).status_code == 200
 
-        assert least_growth([sessions_call] * 4) < 16 * KIB
+        assert least_growth([sessions_call] * 4) < 100 * KIB  # a session that is remembered takes 2
 
 
 HI = [{"role": "user", "content": "hi"}]

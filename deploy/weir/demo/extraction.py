@@ -36,10 +36,12 @@ def sentence_of(seed: int) -> tuple[str, dict[str, Any]]:
     return random.choice(FORMS).format(**said), said
 
 
-def asked_about(sentence: str) -> str:
-    """What the model reads: the order, one example, and the sentence."""
+def asked_about(sentence: str) -> list[dict[str, str]]:
+    """What the model reads: the order, one example, and the sentence. The example is a turn: in one text with
+    the sentence, a small model copies it, and begins with a reward of 0.02 where this has 0.35."""
     told, said = EXAMPLE
-    return f"{ORDER}\n\n{told}\n{json.dumps(said)}\n\n{sentence}"
+    turns = (("system", ORDER), ("user", told), ("assistant", json.dumps(said)), ("user", sentence))
+    return [{"role": role, "content": content} for role, content in turns]
 
 
 def reward_of(answer: str, said: dict[str, Any]) -> float:
@@ -53,7 +55,7 @@ def reward_of(answer: str, said: dict[str, Any]) -> float:
 class Extraction:
     """One sentence, one answer."""
 
-    def reset(self, task: dict[str, Any]) -> str:
+    def reset(self, task: dict[str, Any]) -> list[dict[str, str]]:
         sentence, self._said = sentence_of(task["seed"])
         return asked_about(sentence)
 

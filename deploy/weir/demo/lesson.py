@@ -22,8 +22,6 @@ from weir.stack.stack_state import refuse_in_use
 
 EVAL_SEED = 1_000
 """The tasks of the evaluations are not those of the training."""
-MOST_TOKENS = 64
-"""Of an answer to a question of the lesson."""
 Say = Callable[[str], None]
 
 
@@ -39,8 +37,8 @@ class Lesson:
     """Tasks of each evaluation."""
     learned_from: float
     """At least this is the reward in the evaluation after the training."""
-    questions: Sequence[str] = ()
-    """The model is asked these before and after, at temperature 0. The last line of each is shown."""
+    questions: Sequence[list[Any]] = ()
+    """Messages that the model answers before and after, sampled as in the training. The last one is shown."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +90,11 @@ async def _played(settings: StackSettings, lesson: Lesson, say: Say) -> LessonOu
         say(f"{name}:")
         return await play_run(what, place_in(settings, name), say)
 
-    first = await _answers(settings, lesson.questions, "before")
+    first = await _answers(settings, lesson, "before")
     before = await played("before", judging)
     trained = await played("train", training)
     after = await played("after", judging)
-    last = await _answers(settings, lesson.questions, "after")
+    last = await _answers(settings, lesson, "after")
     return LessonOutcome(before, trained, after, (first, last), clock.monotonic() - began)
 
 
@@ -106,17 +104,17 @@ def place_in(settings: StackSettings, name: str = "") -> RunPlace:
     return RunPlace(settings.run_dir / name, url, settings.client_keys[0] if settings.client_keys else None)
 
 
-async def _answers(settings: StackSettings, questions: Sequence[str], when: str) -> list[str]:
+async def _answers(settings: StackSettings, lesson: Lesson, when: str) -> list[str]:
     """What the model says, in a session for each question that is not trained."""
     place, answers = place_in(settings), []
     async with SessionClient(place.gateway_url, place.client_key) as gateway:
-        for number, question in enumerate(questions):
+        for number, question in enumerate(lesson.questions):
             session = await gateway.open_session(f"{when}-{number}", {"train": False})
             reply = await gateway.model_client(session).chat.completions.create(
                 model="policy",
-                messages=[{"role": "user", "content": question}],
-                temperature=0.0,
-                max_tokens=MOST_TOKENS,
+                messages=question,
+                seed=number,
+                extra_body=lesson.run.sampling,
             )
             answers.append(reply.choices[0].message.content or "")
             await gateway.finish(session["session_id"], "completed", None, None)
@@ -130,7 +128,7 @@ def told(lesson: Lesson, outcome: LessonOutcome) -> list[str]:
     for question, first, last in zip(lesson.questions, *outcome.answers, strict=True):
         lines += [
             "",
-            "asked:  " + question.rsplit("\n", 1)[-1],
+            "asked:  " + question[-1]["content"],
             f"before: {_on_one_line(first)}",
             f"after:  {_on_one_line(last)}",
         ]

@@ -12,7 +12,7 @@ from weir.demo.lesson import Lesson, LessonOutcome, told
 def graded(seed: int, answer: str) -> float:
     task = Extraction()
     asked = task.reset({"seed": seed})
-    assert asked.endswith(sentence_of(seed)[0])
+    assert asked[-1] == {"role": "user", "content": sentence_of(seed)[0]}
     _, reward, ended, cut_off, _ = task.step(answer)
     assert (ended, cut_off) == (True, False)
     return reward

@@ -132,7 +132,7 @@ bench-asynchrony: install  ## asynchronous against synchronous training, where t
 
 results: install $(foreach each,reasoning_gym textarena,run/environments/$(each)/installed) run/bench/trl/installed
 results:  ## the experiments of results/: makes the runs that lack figures, and the page (an hour or more)
-	@$(BIN)/python -m results countdown chain_sum count_bits nim errands colours --report
+	@$(BIN)/python -m results countdown chain_sum count_bits nim errands colours extraction --report
 
 gpu-check: install  ## what to run first on a GPU: environment, kernels, trainings, a step, the loop with a push (docs/gpu.md; ARGS="--model DIR")
 	@$(BIN)/python -m bench.gpu $(ARGS)

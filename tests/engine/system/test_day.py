@@ -2,6 +2,7 @@
 trained, and a stack with that model. No command stops, and none is silent."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,7 +109,9 @@ def test_from_an_agent_to_a_model_of_ones_own(day: Day) -> None:
     said = day.python("sessions.py", code_of(examples / "sessions.ipynb"))
     assert "'version': " in said
     said = day.python("training.py", code_of(examples / "training.ipynb"))
-    assert "24 groups, version" in said
+    assert "80 groups, version" in said
+    before, after = map(float, re.findall(r"^mean reward ([\d.]+)", said, re.M))
+    assert after > before
 
     (day.place / "own.py").write_text(ENVIRONMENTS, encoding="utf-8")
     for name in ("Letter", "Other", "Letter"):  # and the first one again

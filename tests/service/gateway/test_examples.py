@@ -87,7 +87,7 @@ def test_the_notebook_of_training_draws_its_curve(
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     gateway.engine.mind = "7"
-    code = code_of(EXAMPLES / "training.ipynb").replace("GROUPS = 24", "GROUPS = 6")
+    code = code_of(EXAMPLES / "training.ipynb").replace("GROUPS = 80", "GROUPS = 6")
     exec(code, {"__name__": "notebook"})  # noqa: S102 - our own file
     said = capsys.readouterr().out.splitlines()
     assert said[0] == said[-1] == "mean reward 1.00, version 0"

@@ -19,7 +19,8 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refusal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
     """The sentence that Python prints before it exits with status 1."""
-    for name, value in variables.items():
+    free = {"WEIR_ROLLOUT_SERVER__PORT": "0", "WEIR_ROLLOUT_SERVER__ENGINE_PORT": "0"}
+    for name, value in (free | variables).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
         main()
@@ -43,8 +44,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path, field: str, monkeypatch: pytes
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        free = {"WEIR_ROLLOUT_SERVER__PORT": "0", "WEIR_ROLLOUT_SERVER__ENGINE_PORT": "0"}
-        chosen = free | {f"WEIR_ROLLOUT_SERVER__{field.upper()}": port, "WEIR_MODEL_PATH": str(model)}
+        chosen = {f"WEIR_ROLLOUT_SERVER__{field.upper()}": port, "WEIR_MODEL_PATH": str(model)}
         said = refusal(monkeypatch, **chosen)
     assert said.startswith(f"port {port} on 127.0.0.1 is in use")
     assert f"rollout_server.{field}" in said

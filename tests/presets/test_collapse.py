@@ -1,8 +1,8 @@
 """The demo's task with a recipe that collapses, with and without guards (`make test-presets`).
 
 The recipe has a learning rate of 1e-3, a step for every group, and rollouts that are four steps old. Without
-guards the mean reward falls from almost 1 to almost 0, and stays there. With guards the training goes back to
-its best checkpoint by itself: in the end it still trains, and what was served lately has learned the task.
+guards the mean reward falls from almost 1 to almost 0. With guards the training goes back to its best
+checkpoint by itself: in the end it still trains, and what was served lately has learned the task.
 """
 
 import asyncio

@@ -17,7 +17,8 @@ from gateway.callers.key_store import USE_LOST
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.key_names import Key
-from rollout_queue.redis.losses import note_loss_async, recent_losses
+from rollout_queue.redis.losses import note_loss_async, noting, recent_losses
+from rollout_queue.redis.lua import Script
 from rollout_queue.redis.schema_version import claim_schema_async
 from rollout_queue.redis.session_store import SessionIndexes
 
@@ -52,20 +53,32 @@ WATCHED: dict[Key, str | None] = {
     key_names.DELETED_USERS: "calls that name a deleted user are accepted: delete these users again",
     key_names.COMMANDS: "commands that the trainer had not carried out are lost: their clients must "
     "repeat them",
-    # others notice these
+    # others notice these, which come last
     **dict.fromkeys((key_names.KEYS, key_names.SERVERS, key_names.HELD, key_names.SERVING)),
 }
 """Keys that are never removed, and what it means if one is gone."""
 
-OF_ITS_TYPE: dict[str, Callable[[Key], tuple[str | int, ...]]] = {
-    "string": lambda key: ("STRLEN", key),
-    "hash": lambda key: ("HLEN", key),
-    "set": lambda key: ("SCARD", key),
-    "zset": lambda key: ("ZCARD", key),
-    "list": lambda key: ("LRANGE", key, 0, 0),
-    "stream": lambda key: ("XLEN", key),
-}
-"""A command by which the client notices that a key has a value of another type, and moves it."""
+LOOK = Script[list[int] | None]("""
+-- KEYS: the names of those that existed, secret, key…
+-- ARGV: the secret, how many of KEYS to look after, the type of each key's value
+-- Redis may lose all between two commands, so this is one. Returns which are gone; nothing if all is.
+for at = 3, #KEYS do -- bounded: the keys that Weir never removes
+    local found = redis.call('TYPE', KEYS[at]).ok -- the client moves a value of another type
+    if found ~= 'none' and found ~= ARGV[at] then return redis.error_reply('WRONGTYPE of ' .. found) end
+end
+local names, gone = KEYS[1], {}
+if redis.call('EXISTS', KEYS[2]) + redis.call('SISMEMBER', names, KEYS[2]) == 0 then return false end
+for at = 3, #KEYS do -- bounded: so, too
+    local news = redis.call('EXISTS', KEYS[at]) - redis.call('SISMEMBER', names, KEYS[at])
+    if news == 1 then redis.call('SADD', names, KEYS[at]) end
+    if news == -1 and at <= tonumber(ARGV[2]) then
+        redis.call('SREM', names, KEYS[at])
+        gone[#gone + 1] = at - 1
+    end
+end
+if redis.call('EXISTS', KEYS[2]) == 0 then redis.call('SET', KEYS[2], ARGV[1]) end
+return gone
+""")
 
 
 class LostKeys:
@@ -80,16 +93,15 @@ class LostKeys:
 
     async def refresh(self) -> None:
         """Raises StorageUnavailable."""
-        named, there = await self._look()
-        if key_names.SECRET not in there and key_names.SECRET not in named:
+        keys = [key_names.LASTING, key_names.SECRET, *WATCHED]
+        watched = len(keys) - [*WATCHED.values()].count(None)
+        types = [key.kind for key in WATCHED]
+        gone = await LOOK.run(self._redis, keys, [self._secret, watched, *types])
+        if gone is None:
             await self._heal_all()
-            return
-        for key in named - there:
-            # A gateway that does not remove the name is not the first to notice the loss.
-            if WATCHED[key] is not None and await stored(self._redis.srem(key_names.LASTING, key)):
-                await self._heal(key)
-        if new := there - named:
-            await stored(self._redis.sadd(key_names.LASTING, *new))
+        for at in gone or ():
+            await claim_schema_async(self._redis)
+            await note_loss_async(self._redis, keys[at], f"{keys[at]} was gone: {WATCHED[keys[at]]}")
         await self._indexes.mend()
 
     async def warnings(self) -> list[str]:
@@ -100,26 +112,11 @@ class LostKeys:
             return [EMPTIED, *losses]
         return [OF_ANOTHER, *losses] if secret not in (None, self._secret) else losses
 
-    async def _look(self) -> tuple[frozenset[Key], frozenset[Key]]:
-        """Those of the watched keys that have existed, and those that exist."""
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.smembers(key_names.LASTING)
-            for key in WATCHED:
-                pipeline.exists(key)
-            for key in WATCHED:
-                pipeline.execute_command(*OF_ITS_TYPE[key.kind](key))  # bounded: by one of these commands
-            named, *found = await stored(pipeline.execute())
-        there = frozenset(key for key, exists in zip(WATCHED, found, strict=False) if exists)
-        return frozenset(key for key in WATCHED if key.encode() in named), there
-
-    async def _heal(self, key: Key) -> None:
-        await stored(self._redis.set(key_names.SECRET, self._secret, nx=True))
-        await claim_schema_async(self._redis)
-        await note_loss_async(self._redis, key, f"{key} was gone: {WATCHED[key]}")
-
     async def _heal_all(self) -> None:
         for write in self._write_again:  # before the secret, whose absence says what has happened
             await write()
         await claim_schema_async(self._redis)
-        await note_loss_async(self._redis, WHOLE, EMPTIED)
-        await stored(self._redis.set(key_names.SECRET, self._secret, nx=True))
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.execute_command(*noting(WHOLE, EMPTIED))  # bounded: one sentence
+            pipeline.set(key_names.SECRET, self._secret, nx=True)
+            await stored(pipeline.execute())

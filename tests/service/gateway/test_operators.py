@@ -1,8 +1,10 @@
 """What operators reach and see over the gateway: the trainer, probes, default keys, an emptied Redis."""
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,17 @@ import httpx
 import pytest
 from msgspec.structs import replace as replaced
 from prometheus_client import CollectorRegistry
+from redis.asyncio.connection import Connection
 from typer.testing import CliRunner
 
-from gateway.operators.lost_keys import LostKeys
+from gateway.operators.lost_keys import EMPTIED, LostKeys
 from rollout_queue.http.callers import Keyring
 from rollout_queue.http.http_server import HttpThread
 from rollout_queue.protocol.gateway_messages import SystemStatus
 from rollout_queue.redis import key_names
+from rollout_queue.redis.schema_version import claim_schema_async
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
+from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 from trainer_service.app import create_app
@@ -296,50 +301,72 @@ def test_the_default_keys_are_a_warning(backends: Backends) -> None:
     )
 
 
-@pytest.mark.parametrize("poll", ["before", "after"])
-def test_an_empty_redis_is_a_warning_whenever_the_gateway_notices_it(
-    backends: Backends, poll: str, monkeypatch: pytest.MonkeyPatch
+def test_an_empty_redis_is_a_warning_while_the_gateway_notices_it(
+    backends: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A poll that writes the secret again may come while the warnings are collected."""
     collect = LostKeys.warnings
 
-    async def beside_a_poll(lost_keys: LostKeys) -> list[str]:
-        if poll == "before":
-            await lost_keys.refresh()
+    async def before_a_poll(lost_keys: LostKeys) -> list[str]:
         warnings = await collect(lost_keys)
         await lost_keys.refresh()
         return warnings
 
     backends.clear(None)
-    with backends.gateway() as gateway:
-        monkeypatch.setattr(LostKeys, "warnings", beside_a_poll)
-        backends.redis.flushdb()
-        assert "Redis has lost its data and came back empty" in lost(gateway)
-        backends.redis.set(key_names.SECRET, f"another gateway's, {poll}")
-        assert "restart the gateways" in lost(gateway)
-
-
-def test_a_redis_that_came_back_empty_is_a_warning(backends: Backends) -> None:
-    backends.clear(None)
+    monkeypatch.setattr(LostKeys, "warnings", before_a_poll)
     with backends.gateway() as gateway:
         assert not lost(gateway)
         backends.redis.flushdb()
-        assert "Redis has lost its data and came back empty" in lost(gateway)
+        assert EMPTIED in lost(gateway)
         wait_until(lambda: bool(backends.redis.exists(key_names.SECRET)))
     with backends.gateway() as gateway:  # one that starts on the empty Redis
-        assert "Redis has lost its data and came back empty" in lost(gateway), "for a day"
+        assert EMPTIED in lost(gateway), "for a day"
         backends.redis.delete(key_names.LOSSES)
         assert not lost(gateway)
-        last_seen = time.time()
-        gateway.redis.hset(
-            key_names.TRAINER,
-            mapping={"step": 151, "version": 151, "last_seen": last_seen, "rollouts_owed": 4},
-        )
+        seen: Any = {"step": 151, "version": 151, "last_seen": time.time(), "rollouts_owed": 4}
+        gateway.redis.hset(key_names.TRAINER, mapping=seen)
         assert not lost(gateway), "the first checkpoint is still to come"
         gateway.redis.hset(key_names.TRAINER, mapping={"rollouts_owed": 0})
         assert "at step 151, but Redis knows of no session that ever ended" in lost(gateway)
         gateway.redis.hincrby(key_names.VERDICTS, "session:trained")
         assert not lost(gateway)
+        backends.redis.set(key_names.SECRET, "another gateway's")
+        assert "restart the gateways" in lost(gateway)
+
+
+@pytest.mark.parametrize("lost", [None, key_names.SCHEMA, key_names.SECRET])
+@pytest.mark.parametrize("command", range(1, 7))
+def test_an_empty_redis_is_noticed_between_any_two_commands_of_a_poll(
+    redis_url: str, lost: key_names.Key | None, command: int
+) -> None:
+    """Redis loses everything before one command, also while the gateway notices that one key is gone."""
+    own, left = redis_url.removesuffix("0") + "6", [0]
+    redis = redis_at(own)
+
+    class Emptying(Connection):
+        async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                redis.flushdb()
+            await super().send_packed_command(*arguments, **options)
+
+    async def poll() -> list[str]:
+        async with async_redis_at(own, connection_class=Emptying) as client:
+            lost_keys = LostKeys(client, b"secret", ())
+            await client.set(key_names.SECRET, b"secret")
+            await claim_schema_async(client)
+            if lost is not None:
+                await lost_keys.refresh()
+                await client.delete(lost)
+            left[0] = command
+            for _ in range(4):
+                await lost_keys.refresh()
+            return await lost_keys.warnings()
+
+    with closing(redis):
+        redis.flushdb()
+        assert EMPTIED in asyncio.run(poll())
+    assert left[0] <= 0, "it was emptied"
 
 
 @pytest.fixture

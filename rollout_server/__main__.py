@@ -30,11 +30,7 @@ def _build(settings: RolloutServerSettings, keyring: Keyring) -> Serving:
         claim = claim_weights(settings)
     # The engine would fail at every start, or at the first push.
     with one_sentence("rollout_server.model_path is not a model that can be served", BrokenWeights, OSError):
-        try:
-            server = build_server(settings, find_device(settings.engine_device), claim.directory)
-        except (BrokenWeights, OSError):
-            claim.lock.close()
-            raise
+        server = build_server(settings, find_device(settings.engine_device), claim.directory)
     return Serving(create_app(server, keyring), LAST_ANSWERS_S, server.leave)
 
 

@@ -13,6 +13,7 @@ import asyncio
 import fcntl
 import hashlib
 import logging
+import os
 import shutil
 from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import TextIO
 
 from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.published_policy import ADAPTER_CONFIG, MANIFEST, Manifest
@@ -41,10 +41,14 @@ class DirectoryTaken(Exception):
 
 @dataclass(frozen=True)
 class WeightsClaim:
-    """A directory that belongs to this process for as long as this object lives."""
+    """A directory that belongs to this process until it ends, or releases it."""
 
     directory: Path
-    lock: TextIO
+    lock: int
+    """A file descriptor: a file object that nobody keeps would be closed."""
+
+    def release(self) -> None:
+        os.close(self.lock)
 
 
 def claim_weights(settings: RolloutServerSettings) -> WeightsClaim:
@@ -69,11 +73,11 @@ def claim_weights(settings: RolloutServerSettings) -> WeightsClaim:
 
 
 def _claimed(directory: Path) -> WeightsClaim | None:
-    lock = directory.with_name(f"{directory.name}.lock").open("a", encoding="ascii")
+    lock = os.open(directory.with_name(f"{directory.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.close()
+        os.close(lock)
         return None
     return WeightsClaim(directory, lock)
 

@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
 
 from rollout_server.engine.command import find_device
 from rollout_server.engine.process import TETHER, EngineProcess
-from tests.support.waiting import wait_until
+from tests.support.rollout_server.processes import ServerProcess, running
+from tests.support.rollout_server.weights import write_model
+from tests.support.serving import free_port
+from tests.support.waiting import PATIENCE_S, wait_until
 
 # Parent and child sleep until the test ends them.
 FAMILY = "import os, time; pid = os.fork() or os.getpid(); os.write(1, b'%d\\n' % pid); time.sleep(600)"
@@ -74,6 +78,23 @@ async def test_the_log_tail_and_the_former_log_are_kept(tmp_path: Path) -> None:
     second = await start(tmp_path, "print('second')")
     await second.wait()
     assert (tmp_path / "logs" / "engine.log.1").read_text() == "first\n"
+
+
+def test_servers_with_one_disk_have_directories_of_their_own(tmp_path: Path) -> None:
+    """Only one of them may have the id that both are given."""
+    given = {"model_path": write_model(tmp_path / "model"), "engine_python": "/bin/false"}
+
+    def server(**settings: object) -> AbstractContextManager[ServerProcess]:
+        return running(tmp_path, given | {"port": free_port(), "engine_port": free_port()} | settings)
+
+    with ExitStack() as stack:
+        for settings in ({}, {}, {"id": "same"}):
+            wait_until(stack.enter_context(server(**settings)).why_unready)
+        locks = {each.stem for each in (tmp_path / "run" / "weights").glob("*.lock")}
+        assert locks == {"server-0", "server-1", "same"}
+        other = stack.enter_context(server(id="same"))
+        assert other.process.wait(PATIENCE_S) == 1
+        assert "another rollout server uses the weights" in other.log.read_text()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")

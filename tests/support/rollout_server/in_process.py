@@ -7,7 +7,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,9 @@ class ServerThread(ServerClient):
         self.faults: Faults = {}
         self.engine: EngineThread | None = None
         self._tokenizer = directory / "tokenizer.json"
-        self._claim = claim_weights(self.settings)
+        self._held = ExitStack()
+        claim = claim_weights(self.settings)
+        self._held.callback(claim.release)
         self._control = httpx.AsyncClient(
             base_url=self.settings.engine_control_url,
             headers=bearer(self.settings.engine_key),
@@ -107,7 +109,7 @@ class ServerThread(ServerClient):
             self._control,
             self._http,
             self._start_engine,
-            self._claim.directory,
+            claim.directory,
             float32_engine=True,
         )
         keyring = Keyring(
@@ -163,7 +165,7 @@ class ServerThread(ServerClient):
         self.served.join()
         if self.engine is not None:
             self.engine.served.join()
-        self._claim.lock.close()
+        self._held.close()
         logging.getLogger("rollout_server").removeHandler(self._log)
         self._log.close()
 

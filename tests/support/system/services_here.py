@@ -86,8 +86,9 @@ def _rollout_server(settings: StackSettings, section: dict[str, Any]) -> Iterato
     server = build_server(given, find_device(given.engine_device), claim.directory)
     keyring = Keyring(admin_keys=given.admin_keys, rollout_server_key=given.rollout_server_key)
     # uvloop starts processes in the main thread only.
-    with claim.lock, serving(create_rollout_server(server, keyring), given.port, loop="asyncio") as url:
-        yield url
+    with ExitStack() as held:
+        held.callback(claim.release)
+        yield held.enter_context(serving(create_rollout_server(server, keyring), given.port, loop="asyncio"))
 
 
 @contextmanager

@@ -34,7 +34,8 @@ def main() -> None:
     with compose_system(asked.project, port, asked.gateways, asked.rollout_servers) as system:
         logging.info("%d containers are healthy", len(system.containers()))
         if asked.episodes:
-            agent = ("run", "--rm", "-T", "agent", "python", "-m", "weir.demo.agent_main")
+            # Without --no-deps, compose goes back to one gateway.
+            agent = ("run", "--rm", "-T", "--no-deps", "agent", "python", "-m", "weir.demo.agent_main")
             out = system.compose("--profile", "demo", *agent, "--episodes", str(asked.episodes))
             (folder / "demo.json").write_text(out, encoding="utf-8")
             logging.info("the demo's agent: %s", " ".join(out.split()))

@@ -167,8 +167,9 @@ class _Server(uvicorn.Server):
         try:
             if self._leave is not None:
                 await self._leave()
+                await clock.sleep(clock.LAST_LOOK_S)  # what came while this process stood still is answered
         finally:
-            clock.call_later(self._drain_s, self._end)
+            clock.deadline(self._drain_s, self._end)
             await super().shutdown(sockets)
             if self._cut_off:  # uvicorn then leaves this out
                 await self.lifespan.shutdown()
@@ -178,7 +179,7 @@ class _Server(uvicorn.Server):
             self._cancel()
             return
         self._end_requests()
-        clock.call_later(ENDED_WITHIN_S, self._cancel)
+        clock.deadline(ENDED_WITHIN_S, self._cancel)
 
     def _cancel(self) -> None:
         if tasks := self.server_state.tasks:

@@ -298,9 +298,11 @@ class Engine:
         self._closing = True
         busy_at = clock.monotonic()
         deadline = busy_at + self._settings.drain_timeout_s
-        while self._process is not None and clock.monotonic() < min(busy_at + POLLED_WITHIN_S, deadline):
+        while self._process is not None and clock.monotonic() < deadline:
             if await self._is_busy():
                 busy_at = clock.monotonic()
+            elif clock.monotonic() >= busy_at + POLLED_WITHIN_S:
+                return
             await clock.sleep(POLL_S)
 
     async def close(self) -> None:

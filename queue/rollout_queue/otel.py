@@ -149,9 +149,11 @@ class SpanQueue(SpanProcessor):
         return True
 
     def _run(self) -> None:
-        while not self._closed:
+        closed = False
+        while not closed:
             clock.wait(self._wake, self._every_s)
             self._wake.clear()
+            closed = self._closed  # before the spans are sent, so that none ends in between
             while self._waiting:
                 self._export()
 

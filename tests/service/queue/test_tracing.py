@@ -22,7 +22,7 @@ from rollout_queue.tracing import (
 )
 from tests.support.observe.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.support.serving import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 SAMPLED = f"00-{'a' * 32}-{'b' * 16}-01"
 UNSAMPLED = f"00-{'a' * 32}-{'b' * 16}-00"
@@ -166,7 +166,10 @@ def test_spans_that_do_not_fit_are_dropped_and_counted(counts: SpanCounts) -> No
     assert counts.not_taken == 0
 
 
-def test_the_last_spans_are_sent_when_the_process_ends(receiver: OtlpReceiver, counts: SpanCounts) -> None:
+def test_the_last_spans_are_sent_when_the_process_ends(
+    receiver: OtlpReceiver, counts: SpanCounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_queue.otel.CLOSE_WITHIN_S", PATIENCE_S)
     receiver.spans.clear()
     with tracing(OtelSettings(endpoint=receiver.url, export_every_s=3600), counts):
         for _ in range(BATCH_SPANS + 1):

@@ -252,7 +252,7 @@ class Registry:
         """The answer to a command of a pipeline."""
         self.operations += 1
         found: Any = set(self.loading) if key == key_names.LOADING else set()
-        if name == "exists":
+        if name in ("exists", "sismember"):
             return 1
         if name == "get":
             found = self._plan if key == key_names.SERVING else str(self._changes).encode()
@@ -278,6 +278,9 @@ class RegistryPipeline:
 
     def smembers(self, key: str) -> None:
         self._asked.append(("smembers", key))
+
+    def sismember(self, key: str, _: str) -> None:
+        self._asked.append(("sismember", key))
 
     def exists(self, key: str) -> None:
         self._asked.append(("exists", key))

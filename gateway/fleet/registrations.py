@@ -20,7 +20,7 @@ from rollout_queue.contract.ids import new_id
 from rollout_queue.contract.serving_plan import ServingPlan, plan_of
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
-from rollout_queue.redis.losses import note_loss_async, was_lost
+from rollout_queue.redis.losses import note_loss_async
 from rollout_queue.redis.plan_store import ServingRegister
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ WHOLE_EVERY_S = 10.0
 """How often all registrations are read although nothing says that they changed: gateways of an earlier
 version do not say so, and the times in them change."""
 
+LASTING = (key_names.SERVERS, key_names.SERVING, key_names.HELD)
 MARK = ""
 """A member of the set of drained servers that is no server."""
 
@@ -64,32 +65,40 @@ class KnownRegistrations:
         """What Redis says. What it has lost is written again, as `plan` and `servers` have it, which are as
         they were read last. Raises StorageUnavailable."""
         now = clock.now()
+        # What existed is read first: Redis may be emptied meanwhile, and healed by another gateway.
         async with redis.pipeline(transaction=False) as reading:
+            reading.exists(key_names.SECRET)
+            for key in LASTING:
+                reading.sismember(key_names.LASTING, key)
             reading.get(key_names.SERVERS_CHANGED)
             reading.get(key_names.SERVING)
             reading.smembers(key_names.HELD)
             reading.smembers(key_names.LOADING)
-            reading.exists(key_names.SECRET)
-            change, serving, drained, loading, secret = await stored(reading.execute())
+            secret, *named, change, serving, drained, loading = await stored(reading.execute())
+        emptied = self._had_secret and not secret  # nobody has done it on purpose
+        lost = {key for key, existed in zip(LASTING, named, strict=True) if emptied or existed}
         fresh = change is None or change != self._change or not 0 <= now - self._read_at < WHOLE_EVERY_S
         if fresh:
             found = (await stored(redis.hgetall(key_names.SERVERS))).values()
             # Each removal leaves a new id in SERVERS_CHANGED.
-            if found or change not in (None, self._change) or not await self._write_again(redis):
+            if found or change not in (None, self._change) or not (self._known and key_names.SERVERS in lost):
                 self._known = {each.id: each for each in map(_registration.decode, found)}
+            else:
+                await self._write_again(redis)
             self._change, self._read_at = change, now
         serves = plan_of(serving)
-        if serving is None or serves.newest_id < plan.newest_id:
-            serves = await self._write_plan_again(redis, plan, lost=serving is None)
-        held = _names(drained) - {MARK} if drained else await self._write_drained_again(redis, servers)
+        gone = serving is None and plan != serves and key_names.SERVING in lost
+        if gone or (serving is not None and serves.newest_id < plan.newest_id):
+            serves = await self._write_plan_again(redis, plan, lost=gone)
+        held = _names(drained) - {MARK}
+        if not drained and key_names.HELD in lost:
+            held = await self._write_drained_again(redis, servers)
         self._had_secret |= bool(secret)
         return ReadFleet(self._known, self._read_at, fresh, serves, held, _names(loading))
 
-    async def _write_again(self, redis: Redis) -> bool:
-        """Store the registrations if Redis has lost them, so that their servers get calls meanwhile: they
-        register only every few seconds. Returns whether it has lost them."""
-        if not self._known or not await self._was_lost(redis, key_names.SERVERS):
-            return False
+    async def _write_again(self, redis: Redis) -> None:
+        """Store the registrations that Redis has lost, so that their servers get calls meanwhile: they
+        register only every few seconds."""
         async with redis.pipeline(transaction=False) as writing:
             for server_id, registration in self._known.items():
                 writing.hsetnx(key_names.SERVERS, server_id, msgspec.json.encode(registration).decode())
@@ -97,14 +106,11 @@ class KnownRegistrations:
                 again = f"a gateway has written the {len(self._known)} servers again"
                 said = f"{key_names.SERVERS} was gone: {again}"
                 await note_loss_async(redis, key_names.SERVERS, said)
-        return True
 
     async def _write_drained_again(self, redis: Redis, servers: Iterable[FleetServer]) -> frozenset[str]:
-        """Note again which servers are drained, if Redis has lost it. Returns them."""
+        """Note again which servers are drained. Returns them."""
         drained = [server.id for server in servers if server.drained]
-        if not drained or not await self._was_lost(redis, key_names.HELD):
-            return frozenset()
-        if await stored(redis.sadd(key_names.HELD, MARK, *drained)):
+        if drained and await stored(redis.sadd(key_names.HELD, MARK, *drained)):
             again = f"a gateway has noted the drained servers again: {', '.join(drained)}"
             said = f"{key_names.HELD} was gone: {again}"
             await note_loss_async(redis, key_names.HELD, said)
@@ -117,15 +123,10 @@ class KnownRegistrations:
             plan = await ServingRegister(redis, known=lambda: plan).change(lambda known: known)
             said = f"{key_names.SERVING} was older than a gateway knew, and is written again as it was"
             await note_loss_async(redis, key_names.SERVING, said)
-        elif plan == ServingPlan() or not await self._was_lost(redis, key_names.SERVING):
-            return ServingPlan()
         elif await stored(redis.set(key_names.SERVING, msgspec.json.encode(plan), nx=True)):
             said = f"{key_names.SERVING} was gone: a gateway has written the serving plan again, as it was"
             await note_loss_async(redis, key_names.SERVING, said)
         return plan
-
-    async def _was_lost(self, redis: Redis, key: key_names.Key) -> bool:
-        return await was_lost(redis, key, had_secret=self._had_secret)
 
 
 async def set_held(redis: Redis, server_ids: Collection[str], *, drained: bool) -> None:
@@ -156,9 +157,7 @@ async def write_registration(redis: Redis, registration: Registration) -> Regist
     stamped = msgspec.structs.replace(registration, registered_at=clock.now())
     async with redis.pipeline(transaction=False) as writing:
         writing.hset(key_names.SERVERS, stamped.id, msgspec.json.encode(stamped).decode())
-        writing.set(
-            key_names.SERVERS_CHANGED, new_id()
-        )  # after the change, so that its readers see the change
+        writing.set(key_names.SERVERS_CHANGED, new_id())  # after the change, so that its readers see that
         await stored(writing.execute())
     return stamped
 

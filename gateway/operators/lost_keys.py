@@ -17,7 +17,7 @@ from gateway.callers.key_store import USE_LOST
 from rollout_queue.redis import key_names
 from rollout_queue.redis.availability import stored
 from rollout_queue.redis.key_names import Key
-from rollout_queue.redis.losses import note_loss_async, noting, recent_losses
+from rollout_queue.redis.losses import note_loss_async, recent_losses
 from rollout_queue.redis.lua import Script
 from rollout_queue.redis.schema_version import claim_schema_async
 from rollout_queue.redis.session_store import SessionIndexes
@@ -70,7 +70,7 @@ local names, gone = KEYS[1], {}
 if redis.call('EXISTS', KEYS[2]) + redis.call('SISMEMBER', names, KEYS[2]) == 0 then return false end
 for at = 3, #KEYS do -- bounded: so, too
     local news = redis.call('EXISTS', KEYS[at]) - redis.call('SISMEMBER', names, KEYS[at])
-    if news == 1 then redis.call('SADD', names, KEYS[at]) end
+    if news == 1 then redis.pcall('SADD', names, KEYS[at]) end -- a full Redis refuses it
     if news == -1 and at <= tonumber(ARGV[2]) then
         redis.call('SREM', names, KEYS[at])
         gone[#gone + 1] = at - 1
@@ -100,8 +100,9 @@ class LostKeys:
         if gone is None:
             await self._heal_all()
         for at in gone or ():
-            await claim_schema_async(self._redis)
             await note_loss_async(self._redis, keys[at], f"{keys[at]} was gone: {WATCHED[keys[at]]}")
+        if gone:
+            await claim_schema_async(self._redis)
         await self._indexes.mend()
 
     async def warnings(self) -> list[str]:
@@ -116,7 +117,5 @@ class LostKeys:
         for write in self._write_again:  # before the secret, whose absence says what has happened
             await write()
         await claim_schema_async(self._redis)
-        async with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.execute_command(*noting(WHOLE, EMPTIED))  # bounded: one sentence
-            pipeline.set(key_names.SECRET, self._secret, nx=True)
-            await stored(pipeline.execute())
+        await note_loss_async(self._redis, WHOLE, EMPTIED)
+        await stored(self._redis.set(key_names.SECRET, self._secret, nx=True))

@@ -76,14 +76,14 @@ async def note_loss_async(redis: AsyncRedis, key: str, said: str) -> None:
         logger.warning("%s does not have this loss: %s", key_names.LOSSES, error)
 
 
-async def was_lost(redis: AsyncRedis, key: key_names.Key, *, had_secret: bool = True) -> bool:
-    """Whether Redis has lost this key, which is gone: alone; or with everything, if there was a secret. False
-    if somebody has emptied Redis on purpose, and kept the secret. Raises StorageUnavailable."""
+async def was_lost(redis: AsyncRedis, key: key_names.Key) -> bool:
+    """Whether Redis has lost this key, which is gone: alone, or with everything. False if somebody has
+    emptied Redis on purpose, and kept the secret. Raises StorageUnavailable."""
     async with redis.pipeline(transaction=False) as pipeline:
-        pipeline.sismember(key_names.LASTING, str(key))
+        pipeline.sismember(key_names.LASTING, key)
         pipeline.exists(key_names.SECRET)
         named, secret = await stored(pipeline.execute())
-    return bool(named) or (had_secret and not secret)
+    return bool(named) or not secret
 
 
 def losses_in(packed: Mapping[bytes, bytes]) -> list[Loss]:

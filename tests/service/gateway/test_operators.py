@@ -1,10 +1,9 @@
 """What operators reach and see over the gateway: the trainer, probes, default keys, an emptied Redis."""
 
-import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,26 @@ import httpx
 import pytest
 from msgspec.structs import replace as replaced
 from prometheus_client import CollectorRegistry
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.connection import Connection
 from typer.testing import CliRunner
 
+from gateway.fleet import registrations
+from gateway.fleet.fleet_server import Registration
 from gateway.operators.lost_keys import EMPTIED, LostKeys
+from rollout_queue.contract.serving_plan import ServingPlan
 from rollout_queue.http.callers import Keyring
 from rollout_queue.http.http_server import HttpThread
 from rollout_queue.protocol.gateway_messages import SystemStatus
 from rollout_queue.redis import key_names
+from rollout_queue.redis.redis_client import open_async_redis
 from rollout_queue.redis.schema_version import claim_schema_async
+from rollout_queue.redis.settings import RedisSettings
 from tests.support.gateway.running import ADMIN_KEY, CLIENT_KEY, Backends, RunningGateway
 from tests.support.redis_clients import async_redis_at, redis_at
 from tests.support.serving import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from trainer_service.app import create_app
 from trainer_service.curves import Curves, limits_of
 from trainer_service.groups.guards import Recovery, RecoveryState
@@ -280,15 +286,15 @@ def test_probes_answer_head(gateway: RunningGateway, path: str) -> None:
 def test_the_trainer_reads_the_body_of_a_client_that_offers_http_2(gateway: RunningGateway) -> None:
     url = gateway.redis.hget(key_names.TRAINER, "url").decode()  # type: ignore[union-attr]
     offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "x-api-key": ADMIN_KEY}
-    reply = httpx.post(f"{url}/rollback", json={"version": "x"}, headers=offer)
+    reply = httpx.post(f"{url}/rollback", json={"version": "x"}, headers=offer, timeout=300)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "version")
 
 
 @pytest.mark.usefixtures("trainer")
 def test_the_trainers_probes_answer_head(gateway: RunningGateway) -> None:
     url = gateway.redis.hget(key_names.TRAINER, "url").decode()  # type: ignore[union-attr]
-    assert httpx.head(f"{url}/live").status_code == 200
-    assert httpx.head(f"{url}/ready").status_code == 503
+    assert httpx.head(f"{url}/live", timeout=300).status_code == 200
+    assert httpx.head(f"{url}/ready", timeout=300).status_code == 503
 
 
 def test_the_default_keys_are_a_warning(backends: Backends) -> None:
@@ -302,7 +308,7 @@ def test_the_default_keys_are_a_warning(backends: Backends) -> None:
 
 
 def test_an_empty_redis_is_a_warning_while_the_gateway_notices_it(
-    backends: Backends, monkeypatch: pytest.MonkeyPatch
+    own_backends: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A poll that writes the secret again may come while the warnings are collected."""
     collect = LostKeys.warnings
@@ -312,16 +318,16 @@ def test_an_empty_redis_is_a_warning_while_the_gateway_notices_it(
         await lost_keys.refresh()
         return warnings
 
-    backends.clear(None)
+    own_backends.clear(None)
     monkeypatch.setattr(LostKeys, "warnings", before_a_poll)
-    with backends.gateway() as gateway:
+    with own_backends.gateway() as gateway:
         assert not lost(gateway)
-        backends.redis.flushdb()
+        own_backends.redis.flushdb()
         assert EMPTIED in lost(gateway)
-        wait_until(lambda: bool(backends.redis.exists(key_names.SECRET)))
-    with backends.gateway() as gateway:  # one that starts on the empty Redis
+        wait_until(lambda: bool(own_backends.redis.exists(key_names.SECRET)))
+    with own_backends.gateway() as gateway:  # one that starts on the empty Redis
         assert EMPTIED in lost(gateway), "for a day"
-        backends.redis.delete(key_names.LOSSES)
+        own_backends.redis.delete(key_names.LOSSES)
         assert not lost(gateway)
         seen: Any = {"step": 151, "version": 151, "last_seen": time.time(), "rollouts_owed": 4}
         gateway.redis.hset(key_names.TRAINER, mapping=seen)
@@ -330,43 +336,83 @@ def test_an_empty_redis_is_a_warning_while_the_gateway_notices_it(
         assert "at step 151, but Redis knows of no session that ever ended" in lost(gateway)
         gateway.redis.hincrby(key_names.VERDICTS, "session:trained")
         assert not lost(gateway)
-        backends.redis.set(key_names.SECRET, "another gateway's")
+        own_backends.redis.set(key_names.SECRET, "another gateway's")
         assert "restart the gateways" in lost(gateway)
 
 
-@pytest.mark.parametrize("lost", [None, key_names.SCHEMA, key_names.SECRET])
-@pytest.mark.parametrize("command", range(1, 7))
-def test_an_empty_redis_is_noticed_between_any_two_commands_of_a_poll(
-    redis_url: str, lost: key_names.Key | None, command: int
-) -> None:
-    """Redis loses everything before one command, also while the gateway notices that one key is gone."""
-    own, left = redis_url.removesuffix("0") + "6", [0]
-    redis = redis_at(own)
+@contextmanager
+def losing(redis_url: str, left: list[int], kept: Callable[[Redis], object]) -> Iterator[AsyncRedis]:
+    """A client before whose command number `left` Redis loses everything, but for what `kept` writes."""
+    own = redis_url.removesuffix("0") + "6"
 
-    class Emptying(Connection):
+    class Losing(Connection):
         async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
             left[0] -= 1
             if left[0] == 0:
                 redis.flushdb()
+                kept(redis)
             await super().send_packed_command(*arguments, **options)
 
-    async def poll() -> list[str]:
-        async with async_redis_at(own, connection_class=Emptying) as client:
-            lost_keys = LostKeys(client, b"secret", ())
-            await client.set(key_names.SECRET, b"secret")
-            await claim_schema_async(client)
-            if lost is not None:
-                await lost_keys.refresh()
-                await client.delete(lost)
-            left[0] = command
-            for _ in range(4):
-                await lost_keys.refresh()
-            return await lost_keys.warnings()
-
-    with closing(redis):
+    with closing(redis_at(own)) as redis:
         redis.flushdb()
-        assert EMPTIED in asyncio.run(poll())
+        redis.set(key_names.SECRET, b"secret")
+        yield async_redis_at(own, connection_class=Losing)
+
+
+@pytest.mark.parametrize("lost", [None, key_names.SCHEMA, key_names.SECRET])
+@pytest.mark.parametrize("command", range(1, 7))
+async def test_an_empty_redis_is_noticed_between_any_two_commands_of_a_poll(
+    redis_url: str, lost: key_names.Key | None, command: int
+) -> None:
+    """Also while the gateway notices that one key is gone."""
+    left = [0]
+    with losing(redis_url, left, lambda _: None) as client:
+        lost_keys = LostKeys(client, b"secret", ())
+        await claim_schema_async(client)
+        if lost is not None:
+            await lost_keys.refresh()
+            await client.delete(lost)
+        left[0] = command
+        for _ in range(4):
+            await lost_keys.refresh()
+        assert EMPTIED in await lost_keys.warnings()
+        await client.aclose()
     assert left[0] <= 0, "it was emptied"
+
+
+async def test_servers_are_written_again_though_another_gateway_has_healed_the_rest(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registrations, "WHOLE_EVERY_S", 0.0)
+    left, server = [0], Registration(id="r0", url="http://r0", engine_url="http://r0:1")
+    with losing(redis_url, left, lambda redis: redis.set(key_names.SECRET, b"secret")) as client:
+        known = registrations.KnownRegistrations()
+        await registrations.write_registration(client, server)
+        await LostKeys(client, b"secret", ()).refresh()
+        for left[0] in (0, 2):  # after the first command, Redis is emptied
+            read = await known.read(client, ServingPlan(), ())
+            assert read.registrations.keys() == {"r0"}
+        assert await client.hexists(key_names.SERVERS, "r0")
+        await client.aclose()
+    assert left[0] <= 0, "it was emptied"
+
+
+@pytest.mark.parametrize("prefix", ["weir", "another"])
+async def test_servers_that_alone_are_lost_are_written_again(
+    redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registrations, "WHOLE_EVERY_S", 0.0)
+    settings = RedisSettings(redis_url=redis_url.removesuffix("0") + "6", redis_key_prefix=prefix)
+    async with open_async_redis(settings, timeout_s=PATIENCE_S) as client:
+        await client.flushdb()
+        known = registrations.KnownRegistrations()
+        server = Registration(id="r0", url="http://r0", engine_url="http://r0:1")
+        await registrations.write_registration(client, server)
+        await client.set(key_names.SECRET, b"secret")
+        await LostKeys(client, b"secret", ()).refresh()
+        for _ in range(2):
+            assert (await known.read(client, ServingPlan(), ())).registrations.keys() == {"r0"}
+            await client.delete(key_names.SERVERS)
 
 
 @pytest.fixture

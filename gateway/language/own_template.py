@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import thread_time
 from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError
@@ -12,7 +13,6 @@ from gateway.language.families import FAMILIES
 from gateway.language.template_sandbox import BOUNDS, RENDER_S, Bounds, TemplateSandbox
 from gateway.language.tokenizer import BareTokenizer
 from gateway.language.tokenizer_files import named_tokens, object_in, tokenizer_settings
-from rollout_queue import clock
 
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
@@ -70,7 +70,7 @@ class OwnTemplate:
         given = {"tools": list(tools) if tools else None, "documents": documents, **options}
         written = len(json.dumps((messages, given), default=str))
         room = TEMPLATE_CHARS + 2 * written
-        bounds = Bounds(clock.monotonic() + RENDER_S, PASSES * room)
+        bounds = Bounds(thread_time() + RENDER_S, PASSES * room)
         former, parts = BOUNDS.set(bounds), []
         try:
             for part in template.generate(messages=list(messages), **{**self._tokens, **given}):

@@ -14,6 +14,7 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, M
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
+from time import thread_time
 from types import BuiltinMethodType
 from typing import Any, Final
 
@@ -28,10 +29,8 @@ from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from rollout_queue import clock
-
 RENDER_S: Final = 5.0
-"""A template that takes longer is stopped at its next loop, look-up, call, filter or operator."""
+"""A template that takes more CPU time is stopped at its next loop, look-up, call, filter or operator."""
 VIEWS: Final = (KeysView, ValuesView, ItemsView)
 """What `keys`, `values` and `items` of a dictionary return."""
 
@@ -41,12 +40,13 @@ class Bounds:
     """What one run of a template may still use."""
 
     deadline: float
+    """By the CPU time of this thread, so that a standstill of the machine counts for nothing."""
     characters: int
     """Of all texts, and items of all lists, that the run makes on its way."""
 
     def check(self) -> None:
         """Raise SecurityError if the time is over."""
-        if clock.monotonic() > self.deadline:
+        if thread_time() > self.deadline:
             raise SecurityError(f"it takes more than {RENDER_S:g} s")
 
     def spend(self, characters: int) -> None:

@@ -105,6 +105,7 @@ def test_servers_that_take_no_adapters_refuse_the_version_and_its_number_is_free
     push = deployment.until("failed")
     assert "rollout_server.lora is not set" in push["error"]
     assert deployment.versions() == [0, 0]
+    wait_until(lambda: deployment.gateway.admin("GET", "/policies/1").status_code == 404)
     assert deployment.announce(1, deployment.write(7).as_uri())["version"] == 1
 
 

@@ -129,7 +129,7 @@ def holding(backends: Backends, vision_model: Path, tokens: Tokenizer) -> Bounde
         backends.engine = GatedEngine(tokens, stall_after=3)
         backends.engine.script.extend(list(ANSWER) for _ in range(20))
         limits = {"max_bodies_bytes_per_key": int(images * png_bytes)}
-        with backends.gateway(model_path=vision_model, **limits) as gateway:
+        with backends.ready_gateway(model_path=vision_model, **limits) as gateway:
             yield gateway
 
     return start

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.fleet import suspects
+from gateway.fleet import failover, suspects
 from gateway.fleet.fleet_server import FleetServer, Registration
 from gateway.fleet.placement import choose_server
 from tests.support.gateway.calls import RETRY, Call
@@ -21,7 +21,7 @@ from tests.support.gateway.mortal_engine import ANSWER, POISON, STOP_AT, TOKENS,
 from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
 from tests.support.serving import Served
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ENGINES = 5
 
@@ -87,6 +87,12 @@ def staged(
             reply = innocent.result()
             assert reply.status_code == 200, reply.text
             assert reply.json()["choices"][0]["token_ids"] == ANSWER
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that lives answers a ping, however busy the machine is."""
+    monkeypatch.setattr(failover, "PROBE_S", PATIENCE_S)
 
 
 def refused(reply: httpx.Response) -> None:

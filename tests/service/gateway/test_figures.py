@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from docs.site.reference import metrics_page
+from gateway.generations.conversation import FIRST_PROMPTS
 from tests.support.gateway.calls import Call
 from tests.support.gateway.fake_engine import FakeEngine
 from tests.support.gateway.gated_engine import asked, let_on
@@ -121,13 +122,17 @@ def test_every_event_but_the_first_has_a_gap_and_the_slowest_parts_are_named(
     assert found["weir_first_token_seconds_sum", "chat"] >= 0.2 * 0.9
     parts = fresh.admin("GET", "/status").json()["slowest_parts"]
     assert len(parts) == 5
-    assert (parts[0]["part"], parts[0]["runs"]) == ("sample", 1)
-    assert parts[0]["seconds"] >= 0.2 * 0.9
+    (sample,) = (part for part in parts if part["part"] == "sample")
+    assert (sample["runs"], sample["seconds"] >= 0.2 * 0.9) == (1, True)
     assert [part["seconds"] for part in parts] == sorted((p["seconds"] for p in parts), reverse=True)
     assert {part["part"] for part in parts} <= PARTS
 
 
-def test_the_caches_count_their_hits_and_a_prompts_time_is_divided(fresh: RunningGateway) -> None:
+def test_the_caches_count_their_hits_and_a_prompts_time_is_divided(
+    fresh: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FIRST_PROMPTS, "clear", lambda: None)  # another gateway's task of each minute
+
     def lookups(cache: str) -> list[float]:
         found = figures(fresh)
         return [found["weir_cache_lookups_total", cache, result] for result in ("hit", "miss")]

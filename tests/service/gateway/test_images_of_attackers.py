@@ -50,7 +50,7 @@ def test_a_call_beyond_its_rate_is_refused_before_its_images_are_read(
 ) -> None:
     backends.clear(None)
     limits = LimitSettings(requests_per_minute=1, burst_s=180)
-    with backends.gateway(model_path=vision_model, limits=limits) as gateway:
+    with backends.ready_gateway(model_path=vision_model, limits=limits) as gateway:
         for key in (CLIENT_KEY, gateway.post("/sessions", key=OTHER_KEY).json()["api_key"]):
             urls = (WIDE, WIDE, BROKEN, BROKEN, WIDE)
             replies = [gateway.post(CHAT, {"messages": [asking(url)]}, key=key) for url in urls]

@@ -118,13 +118,13 @@ def test_a_session_that_gets_its_verdict_while_deadlines_are_looked_for_is_not_t
     timed: RunningGateway, turned: TurnedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = timed.session()["session_id"]
-    timed.redis.zrem(key_names.DEADLINES, session)  # as the trainer does with the verdict
 
     def verdict_comes(spec: bytes) -> SessionSpec:
         decide(timed.redis, session, Verdict(code="not_for_training"))
         return decode_spec(spec)
 
     monkeypatch.setattr("rollout_queue.redis.session_store.decode_spec", verdict_comes)
+    timed.redis.zrem(key_names.DEADLINES, session)  # as the trainer does with the verdict
     turned.turn(SCAN_EVERY_S + 1)
     wait_until(lambda: timed.redis.hexists(key_names.session(session), "verdict"))
     polled(timed.redis)

@@ -398,7 +398,7 @@ def test_a_stream_that_an_engine_works_on_is_kept_alive(
     gated: RunningGateway, backends: Backends, turned: TurnedClock
 ) -> None:
     gated.engine.stall_after = 0
-    with backends.gateway(heartbeat_s=HEARTBEAT_S) as gateway:
+    with backends.ready_gateway(heartbeat_s=HEARTBEAT_S) as gateway:
         url = gateway.url + "/v1/chat/completions"
         call = gateway.http.build_request("POST", url, json=CALL, headers=HEADERS)
         reply = meanwhile_turning(turned, lambda: gateway.http.send(call, stream=True))

@@ -171,7 +171,7 @@ def test_an_engine_that_stays_away_or_scores_other_tokens_fails_the_sample(
     backends: Backends, gateway: RunningGateway
 ) -> None:
     settings: Any = {"tinker": {"sample_patience_s": 0.0}, "engine_wait_s": 0.1, "failover_patience_s": 0.1}
-    with backends.gateway(**settings) as impatient:
+    with backends.ready_gateway(**settings) as impatient:
         loop = SamplingLoop(impatient, str(backends.model_path)).start()
         impatient.engine.candidates_off_by = 1
         wanted = {"data": [3], "dtype": "int64", "shape": [1, 1]}

@@ -196,7 +196,7 @@ def test_commands_and_models_that_come_meanwhile_leave_nothing(
 
     with ThreadPoolExecutor(4) as pool:
         coming = [pool.submit(come, number) for number in range(6, 26)]
-        wait_until(lambda: trainer.seen[-1].number > 6)
+        wait_until(lambda: any(each.number > 6 for each in trainer.seen))
         deletions = [pool.submit(delete, loop) for _ in range(2)]
         assert sorted(each.result().status_code for each in deletions) in ([200, 200], [200, 404])
         assert set().union(*(each.result() for each in coming)) <= {200, 400, 404}
@@ -382,8 +382,8 @@ def test_a_bug_does_not_end_the_sweeping(backends: Backends, gateway: RunningGat
     redis.zadd(key_names.CLIENT_SESSIONS_ENDED, broken)
     with backends.gateway(tinker={"session_timeout_s": 0.2}):
         for _ in range(2):
-            loop = SamplingLoop(gateway, str(backends.model_path)).start()
-            wait_until(lambda: redis.zscore(key_names.CLIENT_SESSIONS_ENDED, loop.session_id))  # noqa: B023
+            name = began(SamplingLoop(gateway, str(backends.model_path)))
+            wait_until(lambda: redis.zscore(key_names.CLIENT_SESSIONS_ENDED, name))  # noqa: B023
 
 
 # Exports

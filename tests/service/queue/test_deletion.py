@@ -2,6 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from tests.support.queue.ends import Ends
 from tests.support.queue.records import outcome, reward, spec, turn
 from tests.support.redis_clients import async_redis_at
 from tests.support.redis_faults import break_script
+from tests.support.redis_process import RedisProcess
 
 
 def deletion(tombstone: Tombstone, **group: Any) -> Deletion:
@@ -44,9 +48,19 @@ async def test_a_deleted_session_leaves_a_tombstone_and_tells_the_trainer(ends: 
     assert ends.read() == [deletion(tombstone, group_id="g", group_size=2)]
 
 
-async def test_a_deletion_costs_no_more_in_a_long_stream(stream: Ends) -> None:
+@pytest.fixture
+async def alone(tmp_path: Path) -> AsyncIterator[Ends]:
+    """On a Redis that nobody else uses."""
+    with closing(RedisProcess(tmp_path / "redis").start()) as process:
+        async with async_redis_at(process.url) as connection:
+            writer = StreamWriter(connection)
+            yield Ends(writer, connection, process.client)
+            await writer.close()
+
+
+async def test_a_deletion_costs_no_more_in_a_long_stream(alone: Ends) -> None:
     """Entries are found by their ids. Those of a session of an older build, which notes none, are sought."""
-    writer, redis = stream.writer, stream.redis
+    writer, redis = alone.writer, alone.redis
     for name in ("s1", "old"):
         await writer.open_session(spec(name, group_id=f"g{name}", group_size=1))
         await writer.append_turn(turn(f"t-{name}", name), 200.0)
@@ -62,7 +76,7 @@ async def test_a_deletion_costs_no_more_in_a_long_stream(stream: Ends) -> None:
     before = redis.xlen(key_names.STREAM)
     for name, pages in (("s1", 0), ("old", 3_000 // PAGE)):
         redis.config_resetstat()
-        assert await stream.deleter.delete_session(name) is not None
+        assert await alone.deleter.delete_session(name) is not None
         ran = redis.info("commandstats").get("cmdstat_xrange", {"calls": 0})
         assert pages <= ran["calls"] <= 2 * pages
         before -= 4 - 1  # and a Deletion

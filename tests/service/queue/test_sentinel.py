@@ -114,9 +114,10 @@ def test_the_audit_names_what_a_killed_master_had_not_sent_to_its_replicas(
 def test_a_turn_that_replicas_do_not_confirm_is_refused_and_retracted(watched: WatchedMaster) -> None:
     async def gateway() -> None:
         redis = open_async_redis(RedisSettings(redis_url=watched.url), timeout_s=5)
+        patient = StreamWriter(redis, replication=Replication(2, PATIENCE_S))
         writer = StreamWriter(redis, append_within_s=1.0, replication=Replication(2, 0.5))
-        await writer.open_session(spec("s"))
-        await writer.append_turn(turn("confirmed", "s"), expires_at=1e12)
+        await patient.open_session(spec("s"))
+        await patient.append_turn(turn("confirmed", "s"), expires_at=1e12)
         for replica in watched.replicas:
             replica.suspend()
         with pytest.raises(StorageUnavailable, match="0 of 2 replicas"):
@@ -130,7 +131,8 @@ def test_a_turn_that_replicas_do_not_confirm_is_refused_and_retracted(watched: W
             await asyncio.sleep(0.05)  # until the turn's deadline by Redis' clock
             head = await writer.load("s")
         assert "alone" in head.by_id
-        await writer.append_turn(turn("after", "s"), expires_at=1e12)
+        await patient.append_turn(turn("after", "s"), expires_at=1e12)
+        await patient.close()
         await writer.close()
         await redis.aclose()
 

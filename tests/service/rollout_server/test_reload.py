@@ -240,15 +240,16 @@ async def test_an_idle_engine_that_is_killed_boots_into_the_current_policy(harne
     assert (await harness.status())["version"] == 0
 
 
-async def test_a_reload_waits_for_an_engine_that_is_starting(harness: Harness) -> None:
-    harness.engine.boot_gate.clear()
-    await harness.kill_engine()
-    reload = asyncio.create_task(harness.reload(1, harness.policy(1)))
-    await asyncio.sleep(0.05)  # the reload would end within this time if it did not wait
-    assert not reload.done()
-    harness.engine.boot_gate.set()
-    assert (await reload).status_code == 200
-    assert (await harness.status())["version"] == 1
+async def test_a_reload_waits_for_an_engine_that_is_starting(tmp_path: Path) -> None:
+    async with make_harness(tmp_path, engine_wait_s=1e6).started() as harness:
+        harness.engine.boot_gate.clear()
+        await harness.kill_engine()
+        reload = asyncio.create_task(harness.reload(1, harness.policy(1)))
+        await asyncio.sleep(0.05)  # the reload would end within this time if it did not wait
+        assert not reload.done()
+        harness.engine.boot_gate.set()
+        assert (await reload).status_code == 200
+        assert (await harness.status())["version"] == 1
 
 
 async def test_a_reload_fails_if_the_engine_does_not_start_in_time(

@@ -162,7 +162,7 @@ def test_a_trainer_that_is_told_to_stop_in_a_step_gives_the_memory_back(make_sha
     harness.agents.group("g", [1.0, 0.0])
     harness.trainer.run()
     assert harness.trainer.step == 1
-    assert not server.released
+    wait_until(lambda: not server.released)
     assert server.events[-1] == "resume" or "copy_states" in server.events[server.events.index("resume") :]
 
 

@@ -457,7 +457,7 @@ async def test_a_gateway_that_is_not_there_is_one_sentence(nowhere: Path, turned
     opening = asyncio.ensure_future(weir.session(gateway=url).__aenter__())
     began = turned.monotonic()
     await asyncio.to_thread(turned.turn_until, opening.done, 1)
-    assert turned.monotonic() - began < 60, "much less than a gateway is waited for that was there"
+    assert turned.monotonic() - began < 250, "much less than a gateway is waited for that was there"
     with pytest.raises(GatewayFault) as caught:
         await opening
     assert str(caught.value) == f"{url} does not answer POST /sessions: is a gateway there?"
@@ -513,7 +513,8 @@ async def test_requests_are_made_again_and_have_their_effect_once(
     gateway: RunningGateway, address: GatewayAddress, turned: TurnedClock
 ) -> None:
     async def play(url: str) -> list[AgentSession]:
-        async with weir.group("t", n=2, gateway=GatewayAddress(url, CLIENT_KEY)) as members:
+        address = GatewayAddress(url, CLIENT_KEY, wait_s=1e6)
+        async with weir.group("t", n=2, gateway=address) as members:
             for s in members:
                 await s.areward(0.5)
         return members

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from rollout_queue import clock
+from tests.support.threads import meanwhile
 from tests.support.turned_clock import TurnedClock
 
 HOUR_S = 3600.0
@@ -86,11 +87,16 @@ async def test_no_time_passes_by_itself_on_a_stopped_clock() -> None:
 
 
 def test_threads_and_readings_follow_the_turned_clock() -> None:
-    turned, event = TurnedClock(), threading.Event()
+    turned, event, over = TurnedClock(), threading.Event(), threading.Event()
+
+    def turn() -> None:
+        while not over.wait(0.01):
+            turned.turn(HOUR_S)
+
     with clock.using(turned):
         before = clock.now(), clock.monotonic()
-        threading.Timer(0.01, turned.turn, [HOUR_S]).start()
-        assert not clock.wait(event, HOUR_S)
+        with meanwhile(over, turn):
+            assert not clock.wait(event, HOUR_S)
         assert clock.now() - before[0] >= HOUR_S
         assert clock.monotonic() - before[1] >= HOUR_S
         event.set()

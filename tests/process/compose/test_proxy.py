@@ -1,17 +1,13 @@
 """The way in of docker-compose.yml, run by a real Caddy: a restarted gateway costs nobody a call."""
 
-import signal
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import httpx
 import pytest
 
-from tests.support.proxy import CADDY, OPERATOR, Gateway, proxied
-from tests.support.serving import free_port
+from tests.support.proxy import CADDY, OPERATOR, proxied
 from tests.support.waiting import wait_until
 
 CALLERS = 4
@@ -50,22 +46,6 @@ def test_one_of_three_gateways_ends_and_comes_back(kill: bool, lost: int) -> Non
         for each in calling:
             each.result()
     assert sum(not each.startswith("127.") for each in heard) <= lost, Counter(heard)
-
-
-def test_a_server_that_ends_answers_what_came_while_it_stood_still() -> None:
-    """Its time to leave is over when it goes on."""
-    gateway = Gateway("127.0.0.1", free_port())
-    with httpx.Client(timeout=120) as known, ThreadPoolExecutor(2) as callers:
-        assert known.get(f"{gateway.url}/ready").status_code == 200  # its connection stays open
-        gateway.process.terminate()
-        time.sleep(0.25)  # it leaves for 0.5 s, from at most 0.1 s on
-        gateway.process.send_signal(signal.SIGSTOP)
-        ask = partial(httpx.get, timeout=120)
-        calling = [callers.submit(each, f"{gateway.url}/ready") for each in (known.get, ask)]
-        time.sleep(1.0)  # twice the time in which it leaves
-        gateway.process.send_signal(signal.SIGCONT)
-        assert [each.result().status_code for each in calling] == [200, 200]
-        gateway.process.wait()
 
 
 def test_what_only_operators_read_asks_for_their_key() -> None:

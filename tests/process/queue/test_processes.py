@@ -9,6 +9,7 @@ import sys
 from redis import Redis
 
 from rollout_queue.redis.lease import Lease
+from tests.support.serving import free_port
 from tests.support.waiting import wait_until
 
 
@@ -68,3 +69,52 @@ def test_without_the_setting_no_tracing_of_the_sdk_is_imported() -> None:
     assert not [
         name for name in names if name.startswith(("opentelemetry.sdk.trace", "opentelemetry.exporter"))
     ]
+
+
+ENDING = """
+import os, signal, socket, sys, threading
+from rollout_queue import clock
+from rollout_queue.http.http_server import serve
+
+clock.LAST_LOOK_S = 2.0  # a busy machine may take long for what follows
+ADDRESS, ASK = ("127.0.0.1", int(sys.argv[1])), b"GET / HTTP/1.1\\r\\nhost: x\\r\\n\\r\\n"
+lines, sent = [], threading.Event()
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        return await send({"type": "lifespan.shutdown.complete"})
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+async def leave():  # the loop stands still here
+    lines.append(socket.create_connection(ADDRESS))
+    for line in lines:
+        line.sendall(ASK)
+    sent.set()
+
+def client():
+    while not lines:
+        try:
+            lines.append(socket.create_connection(ADDRESS))
+        except ConnectionRefusedError:
+            pass  # it starts
+    lines[0].sendall(ASK)
+    lines[0].recv(4096)
+    os.kill(os.getpid(), signal.SIGTERM)
+    sent.wait()
+    print(*(line.recv(4096)[9:12].decode() for line in lines))
+
+threading.Thread(target=client).start()
+serve(app, *ADDRESS, 60.0, leave)
+"""
+
+
+def test_a_server_that_ends_answers_what_came_while_it_stood_still() -> None:
+    """A request on a connection that was open, and one on a new connection."""
+    command = [sys.executable, "-c", ENDING, str(free_port())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.stdout.split() == ["200", "200"], done.stderr

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _missing(
     experiment: Experiment, variants: Sequence[str] | None, seeds: Sequence[int], data: Path
 ) -> Iterator[tuple[str, int, Path]]:
-    known = [*experiment.variants, *([TRL] if experiment.in_trl else [])]
+    known = [*experiment.variants, *([TRL] if experiment.trl_batch else [])]
     for seed in seeds:
         for name in known:
             path = data / f"{experiment.name}-{name}-seed{seed}.json"

@@ -42,5 +42,5 @@ class Experiment:
     """A second engine keeps the first model, as `policy@0`: an opponent that does not learn."""
     found: str = ""
     """What the runs say, in sentences."""
-    in_trl: bool = False
-    """Whether TRL can express the task: one question, one answer."""
+    trl_batch: int = 0
+    """How many answers a step of TRL has; 0 if TRL cannot express the task as one question and one answer."""

@@ -23,7 +23,7 @@ HEAD = (
     *("in all: episodes", "CPU s", "s", "steps", "trained", "left out"),
 )
 IN_TRL = (
-    "one question and one answer, on the same first model, with the same batch (64 answers), learning rate, "
+    "one question and one answer, on the same first model, with {} answers a step, the same learning rate, "
     "loss and clipping, by TRL's `GRPOTrainer` in one process, which samples with transformers. Each step "
     "waits for its answers"
 )
@@ -58,8 +58,8 @@ def readme(data: Path = DATA) -> str:
 def section(experiment: Experiment, results: Sequence[TrialResult]) -> str:
     rows = [HEAD, ("---",) * len(HEAD), *(_row(each, experiment.target) for each in results)]
     meanings = {name: each.meaning for name, each in experiment.variants.items()}
-    if experiment.in_trl:
-        meanings[TRL] = IN_TRL
+    if experiment.trl_batch:
+        meanings[TRL] = IN_TRL.format(experiment.trl_batch)
     asked = (
         f"{experiment.question} Evaluations are on {experiment.judged_on}. The target is {experiment.target}."
     )

@@ -118,8 +118,12 @@ def evaluation_of(experiment: Experiment, training: dict[str, Any]) -> dict[str,
 def stack_settings(
     experiment: Experiment, variant: Variant, seed: int, run_dir: Path, model: Path
 ) -> StackSettings:
-    services = merged(merged(services_of_demo(seed), experiment.services), variant.services)
-    return isolated_stack(run_dir, model, services)
+    return isolated_stack(run_dir, model, services_of_experiment(experiment, variant, seed))
+
+
+def services_of_experiment(experiment: Experiment, variant: Variant, seed: int) -> dict[str, dict[str, Any]]:
+    """Sections of weir.yaml."""
+    return merged(merged(services_of_demo(seed), experiment.services), variant.services)
 
 
 def second_server(services: Sequence[Service], settings: StackSettings) -> Service:

@@ -60,5 +60,5 @@ COUNTDOWN = Experiment(
     "twice the time and a third more CPU time: engine and trainer wait for each other in turn. Groups "
     "of 16 cost least. TRL takes an eighth of the CPU time: with so small a model, most of Weir's is "
     "that of services, of HTTP and of records.",
-    in_trl=True,
+    trl_batch=64,
 )

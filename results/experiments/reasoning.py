@@ -77,7 +77,7 @@ def experiment(
         found=found,
         variants=VARIANTS,
         judged={"tasks": 256, "group_size": 1},
-        in_trl=True,
+        trl_batch=64,
     )
 
 

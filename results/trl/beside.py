@@ -9,7 +9,8 @@ from typing import Any
 from environments.settings import RunSettings
 from results.experiment import Experiment, Say
 from results.figures import Judged, Spent, TrialResult, curve_of
-from results.trial import Place, evaluation_of, training_of
+from results.trial import Place, evaluation_of, services_of_experiment, training_of
+from trainer_service.model.settings import LoraSettings
 
 TRL = "trl"
 PYTHON = Path("run/bench/trl/bin/python")
@@ -20,15 +21,20 @@ TIMEOUT_S = 1800
 
 def run_trl(experiment: Experiment, name: str, seed: int, place: Place, say: Say) -> TrialResult:
     """Raises CalledProcessError if TRL's process fails."""
-    training = training_of(experiment, next(iter(experiment.variants.values())), seed)
+    variant = next(iter(experiment.variants.values()))
+    training = training_of(experiment, variant, seed)
+    trainer = services_of_experiment(experiment, variant, seed)["trainer"]
     wanted = {
         "model": str(experiment.model(place.models, say)),
         "training": _sent(training),
         "evaluation": _sent(evaluation_of(experiment, training)),
+        "batch": experiment.trl_batch,
+        "optimizer": trainer["optimizer"],
+        "lora": LoraSettings(**trainer["lora"]).model_dump() if "lora" in trainer else None,
     }
     packages = [str(each.absolute()) for each in LIBRARY.glob("python*/site-packages")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *packages]),
+        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(Path("deploy").absolute()), *packages]),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     done = subprocess.run(

@@ -1,9 +1,9 @@
 """GRPO with TRL on an environment of one question and one answer, in the form of the runner's hosts.
 
-python -m results.trl.training      reads a JSON object from stdin: model, training, evaluation
+python -m results.trl.training      reads a JSON object from stdin, which `results.trl.beside` writes
 
-The batch, the learning rate and the loss are those of Weir's demo: 8 tasks with 8 answers each, rewards
-compared with the mean of their group, PPO's clipping from 0.8 to 1.28.
+The optimizer, the adapter and the loss are those of Weir's run: 8 answers to each task, rewards compared with
+the mean of their group, PPO's clipping from 0.8 to 1.28.
 """
 
 import json
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -25,7 +26,7 @@ from environments.intervals import mean_interval
 
 PROGRAMS = Path("environments/programs")
 KINDS = {"python": "python_class", "reasoning_gym": "with_reasoning_gym"}
-TASKS, ANSWERS = 8, 8
+ANSWERS = 8
 MOST_TASKS = 4096
 
 
@@ -89,34 +90,43 @@ def trained(wanted: dict[str, Any]) -> dict[str, Any]:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=rewards,
-            args=config(run, scratch),
+            args=config(run, wanted["batch"], wanted["optimizer"], scratch),
+            peft_config=adapter(wanted["lora"]),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             callbacks=[ends],
         )
-        before = judged(model, tokenizer, judging)
+        before = judged(trainer.model, tokenizer, judging)
         trainer.train()
     return {
         "before": before,
-        "after": judged(model, tokenizer, judging),
+        "after": judged(trainer.model, tokenizer, judging),
         "rewards": rewards.given,
         "spent": ends.spent,
         "versions": trainer.state.global_step,
     }
 
 
-def config(run: dict[str, Any], scratch: str) -> GRPOConfig:
+def adapter(lora: dict[str, Any] | None) -> LoraConfig | None:
+    """The adapter that Weir trains, by its settings; None if all weights are trained."""
+    if lora is None:
+        return None
+    modules = lora["target_modules"]
+    return LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules=modules, task_type="CAUSAL_LM")
+
+
+def config(run: dict[str, Any], batch: int, optimizer: dict[str, Any], scratch: str) -> GRPOConfig:
     return GRPOConfig(
         output_dir=scratch,
         use_cpu=True,
         bf16=False,
         seed=run["seed"],
-        per_device_train_batch_size=TASKS * ANSWERS,
+        per_device_train_batch_size=batch,
         num_generations=ANSWERS,
         max_completion_length=run["sampling"]["max_tokens"],
-        learning_rate=4e-4,
+        learning_rate=optimizer["lr"],
         lr_scheduler_type="constant_with_warmup",
-        warmup_steps=3,
+        warmup_steps=optimizer["warmup_steps"],
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,

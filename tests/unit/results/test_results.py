@@ -82,7 +82,7 @@ def test_the_page_in_the_repository_is_that_of_its_data() -> None:
 
 def test_each_experiment_has_three_seeds_of_each_variant_and_a_picture() -> None:
     for name, experiment in EXPERIMENTS.items():
-        known = [*experiment.variants, *(["trl"] if experiment.in_trl else [])]
+        known = [*experiment.variants, *(["trl"] if experiment.trl_batch else [])]
         found = [(each.variant, each.seed) for each in results_of(name, HERE / "data")]
         assert found == [(variant, seed) for variant in known for seed in (0, 1, 2)], name
         assert (HERE / f"{name}.png").exists()

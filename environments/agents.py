@@ -1,6 +1,6 @@
 """Agents that play an environment: an agent calls the model in its session, and keeps its conversation and
-its rewards; a loop has agents and environment take turns. The loops are short, so that a user can copy and
-change them: one agent with tools, and the players of a game.
+its rewards; a loop has agents and environment take turns, and says how the episode ended. The loops are
+short, so that a user can copy and change them: one agent with tools, and the players of a game.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence

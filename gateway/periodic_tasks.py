@@ -37,7 +37,7 @@ async def refresh_fleet(gateway: GatewayParts) -> None:
     metrics.in_rotation.set(fleet.in_rotation)
     metrics.servers.clear()
     for server in fleet.servers.values():
-        metrics.servers.labels(server.state).inc()
+        metrics.servers.labels(server.shown_state).inc()
 
 
 async def drive_pushes(gateway: GatewayParts) -> None:

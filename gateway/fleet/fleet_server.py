@@ -253,6 +253,11 @@ class FleetServer:
         return f"{self.id} is {state} at version {self.version}, its breaker {self.breaker.state}"
 
     @property
+    def shown_state(self) -> str:
+        """The state that operators are shown."""
+        return "draining" if self.drained else self.state
+
+    @property
     def live(self) -> bool:
         """It can load a policy: it answers, it is not drained, and its engine runs."""
         return self.state in ("ready", "loading") and not self.drained
@@ -366,7 +371,7 @@ class FleetServer:
             id=self.id,
             url=self.registration.url,
             engine_url=self.registration.engine_url,
-            state="draining" if self.drained else self.state,
+            state=self.shown_state,
             version=self.version,
             in_flight=self.in_flight,
             breaker=self.breaker.state,

@@ -1,4 +1,5 @@
-"""Finds the region of an unfinished answer to which the next token belongs: content, reasoning, or neither.
+"""Finds the region of an unfinished answer to which the next token belongs: content, reasoning, or neither;
+and makes whole characters of token ids.
 
 Only the renderer's parser knows the grammar of its chat template. So a probe, a random text that no model
 writes, is appended to the ids so far, and they are parsed. The next token belongs to the region where the

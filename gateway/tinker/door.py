@@ -1,4 +1,4 @@
-"""What the routes of the Tinker API share, and the rules that they have in common."""
+"""What the routes of the Tinker API share: callers, sessions, the check of the base model, futures."""
 
 import asyncio
 import hashlib

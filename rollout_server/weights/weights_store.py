@@ -1,4 +1,5 @@
-"""The versions on this machine: directories that the engine loads from, and other servers read.
+"""The versions on this machine: directories that the engine loads from, and other servers read. Which of them
+are kept, `reload.py` decides.
 
 v00000012.part/ ─ verified, renamed ─▶ v00000012-<digest>/ ─ not needed any more ─▶ removed-<id>/
 

@@ -1,4 +1,4 @@
-"""Packs rows so that each prefix that rows of a pack share is there once.
+"""Decides which rows go into one micro-batch. A prefix that rows of it share is there once.
 
 rows ─ sorted by their ids ─▶ PrefixTree, … ─ first fit decreasing ─▶ packs
 

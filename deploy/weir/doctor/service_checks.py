@@ -1,4 +1,4 @@
-"""Checks of the services, of the fleet and of the training.
+"""Checks of the services and their clocks, of the fleet and of the training.
 
 services   whether they answer, agree on keys, clocks and releases, and who reaches them
 fleet      which servers serve which version, and what the last push came to

@@ -214,6 +214,8 @@ def test_a_drained_server_stays_so_when_it_registers_again(fleet: Fleet) -> None
     fleet.register("r0", fleet.urls[0])
     states = {each["id"]: each["state"] for each in fleet.status()["rollout_servers"]}
     assert states == {"r0": "draining", "r1": "ready"}
+    counted = {'weir_rollout_servers{state="draining"} 1.0', 'weir_rollout_servers{state="ready"} 1.0'}
+    wait_until(lambda: counted <= {*fleet.gateway.get("/metrics").text.splitlines()})
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves the fleet", "is dead"])

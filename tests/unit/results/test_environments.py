@@ -1,6 +1,7 @@
 """The experiments' own environments give the rewards that the page says."""
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from results.environments.colours import COLOURS, SPREAD, Colours
 from results.environments.countdown import Countdown, puzzles, reward_of, value_of
 from results.environments.errands import CALLS, Errands
+from results.environments.lookup import Lookup
+from weir.demo.extraction import NAMES
 
 
 def test_each_puzzle_has_a_solution_and_none_is_in_both_parts() -> None:
@@ -79,3 +82,22 @@ def test_a_hidden_colour_is_always_the_same_image() -> None:
     shown, hidden = ([str(Colours(shown).reset(task)) for task in tasks] for shown in (True, False))
     assert shown[0] != shown[1]
     assert hidden[0] == hidden[1]
+
+
+def test_the_register_answers_a_right_call_and_each_right_answer_is_worth_a_half() -> None:
+    asked = Lookup().reset({"seed": 7})[-1]["content"]
+    environment = Lookup()
+    environment.reset({"seed": 7})
+    name = next(each for each in NAMES if each in asked)
+    heard, reward, ended, *_ = environment.step(json.dumps({"look": name}))
+    assert (reward, ended) == (0.5, False)
+    known = json.loads(heard or "")
+    key = "age" if asked.startswith("How old") else "city"
+    assert environment.step(json.dumps({key: known[key]})) == (None, 0.5, True, False, {})
+
+
+@pytest.mark.parametrize("answer", ["", "[", '{"look": "Nobody"}', '{"age": 30}', "look"])
+def test_a_wrong_call_ends_with_nothing(answer: str) -> None:
+    environment = Lookup()
+    environment.reset({"seed": 7})
+    assert environment.step(answer) == (None, 0.0, True, False, {})

@@ -93,7 +93,7 @@ test-presets: install  ## each preset of the trainer on the demo's task; a colla
 
 SHARD ?= 0/1
 mutants: install  ## small random faults in the product: which of them the quick tests find (an hour; SHARD=0/4 tries every fourth)
-	@$(BIN)/python -m tests.mutants cover --workers $(WORKERS)
+	@$(BIN)/python -m tests.mutants cover --workers $(WORKERS) --shard $(SHARD)
 	@$(BIN)/python -m tests.mutants run --shard $(SHARD)
 	@$(BIN)/python -m tests.mutants table
 

@@ -1,11 +1,12 @@
 """python -m tests.mutants sample|cover|run|table: which small faults in the product `make test` finds.
 
     sample  chooses mutants at random, and writes them into mutants.json
-    cover   begins anew: runs the tests with coverage: which test runs which line, and what it costs
+    cover   begins anew: runs the tests with coverage: which test runs which line of the mutants' modules, and
+            what it costs; with --whole of all modules, which takes several times as long
     run     tries each mutant on the tests that run its line, first on the one that has found it in a former
             run, and writes what came of it; it goes on where it stopped
-    table   prints the share that was found, package by package, then what survived, then the coverage; and
-            fails if a mutant survived that a former run has found
+    table   prints the share that was found, package by package, then what survived, then the coverage if
+            it is whole; and fails if a mutant survived that a former run has found
 
 before.jsonl and after.jsonl have the results before and after the suite got its layers.
 
@@ -30,8 +31,8 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.choosing import choose
-from tests.mutants.covering import PACKAGES, VARIABLE, Lines, costs
-from tests.mutants.mutant import find, read, sample, write
+from tests.mutants.covering import MODULES, PACKAGES, VARIABLE, Lines, costs
+from tests.mutants.mutant import Mutant, find, read, sample, write
 from tests.mutants.results import Outcome, Results, table_of_coverage, table_of_mutants
 from tests.mutants.server import MutantServer
 
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--mutants", type=Path, default=HERE / "mutants.json")
     parser.add_argument("--results", type=Path, default=Path("run/mutants/results.jsonl"))
     parser.add_argument("--cover", type=Path, default=Path("run/mutants/cover"), help="what `cover` writes")
+    parser.add_argument("--whole", action="store_true", help="cover all modules, and their branches")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", default="4")
@@ -80,6 +82,11 @@ def cover(asked: argparse.Namespace) -> None:
     for left in [*directory.glob("coverage.*"), *directory.glob("costs.*")]:
         left.unlink()
     asked.results.unlink(missing_ok=True)
+    (directory / MODULES).unlink(missing_ok=True)
+    if not asked.whole:
+        found = (find(Path.cwd(), each, PACKAGES) for each in of_shard(asked))
+        modules = sorted({each.module for each in found if each is not None})
+        (directory / MODULES).write_text("\n".join(modules), encoding="utf-8")
     command = [
         sys.executable,
         "-m",
@@ -94,11 +101,15 @@ def cover(asked: argparse.Namespace) -> None:
     sys.exit(subprocess.run([*command, *parallel], env=os.environ | {VARIABLE: str(directory)}).returncode)
 
 
+def of_shard(asked: argparse.Namespace) -> list[Mutant]:
+    shard, shards = map(int, asked.shard.split("/"))
+    return read(asked.mutants)[shard::shards]
+
+
 def run(asked: argparse.Namespace) -> None:
     asked.results.parent.mkdir(parents=True, exist_ok=True)
     results = Results(asked.results)
-    shard, shards = map(int, asked.shard.split("/"))
-    mutants = [each for each in read(asked.mutants)[shard::shards] if each.number not in results.outcomes]
+    mutants = [each for each in of_shard(asked) if each.number not in results.outcomes]
     if asked.only:
         mutants = [each for each in mutants if each.number in asked.only]
     random.Random(0).shuffle(mutants)  # so that a part of a run says something about all packages
@@ -139,7 +150,7 @@ def table(asked: argparse.Namespace) -> str | None:
     """Print the tables. Return what is wrong."""
     results, former = Results(asked.results), Results(asked.former)
     print(table_of_mutants(read(asked.mutants), results))
-    if asked.cover.is_dir():
+    if asked.cover.is_dir() and not (asked.cover / MODULES).exists():
         with tempfile.TemporaryDirectory() as scratch:
             print(table_of_coverage(Path.cwd(), asked.cover, Path(scratch)))
     lost = results.lost_since(former)

@@ -59,8 +59,8 @@ def test_a_run_tells_what_tests_find_from_what_survives(tmp_path: Path) -> None:
     chosen = [mutant for mutant in mutants_in(tmp_path, MODULE) if mutant.after in EXPECTED]
     chosen = [replace(mutant, number=number) for number, mutant in enumerate(chosen)]
     write(tmp_path / "mutants.json", chosen)
-    for arguments in (["cover", "tests", "--workers", "0"], ["run", "--mutants", "mutants.json"]):
-        command = [sys.executable, "-m", "tests.mutants", *arguments]
+    for arguments in (["cover", "tests", "--workers", "0"], ["run"]):
+        command = [sys.executable, "-m", "tests.mutants", *arguments, "--mutants", "mutants.json"]
         subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     outcomes = Results(tmp_path / "run/mutants/results.jsonl").outcomes
     assert {mutant.after: outcomes[mutant.number].status for mutant in chosen} == EXPECTED

@@ -230,6 +230,8 @@ class Sampler:
                 lives = False
                 try:
                     lives = case.trial is None or await self._lives(server)
+                    if lives and case.trial is not None:
+                        await suspects.forget_beside(case.trial)
                 finally:
                     if not lives:
                         await case.end()

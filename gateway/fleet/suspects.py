@@ -162,6 +162,12 @@ class Suspects:
                 self._leave(trial)
         return begun
 
+    async def forget_beside(self, trial: SuspectTrial) -> None:
+        """The engine of a trial that has begun lives: what died there before is another matter."""
+        if self._trials[trial] == 1:
+            with suppress(StorageUnavailable):
+                await stored(self._redis.delete(key_names.beside_trial(trial.server_id)))  # bounded: one
+
     async def end_trial(self, trial: SuspectTrial) -> None:
         if self._leave(trial):
             try:
@@ -200,24 +206,28 @@ class Suspects:
 
     async def _another_is_guilty(self, trial: SuspectTrial) -> bool:
         """Whether it was another request; not if each that was beside it is cleared, or the time is over."""
+        complete_at = clock.monotonic() + CURRENT_S  # other gateways note what they have lost until then
+        beside = set[str]()
         with suppress(TimeoutError):
             async with clock.timeout(DECIDED_WITHIN_S):
-                await clock.sleep(CURRENT_S)  # other gateways note what they have lost
-                while verdicts := await self._verdicts_beside(trial) - {None}:
-                    if True in verdicts:
+                while await self._read_beside(trial, beside) or clock.monotonic() < complete_at:
+                    if any(self.verdict(digest) for digest in beside):
                         return True
                     await self.wait()
         return False
 
-    async def _verdicts_beside(self, trial: SuspectTrial) -> set[bool | None]:
-        """What is known of the requests that were beside it."""
-        beside = key_names.beside_trial(trial.server_id)
+    async def _read_beside(self, trial: SuspectTrial, beside: set[str]) -> bool:
+        """Add the requests that were beside it: another trial there forgets them. Returns whether one of them
+        is a suspect, or guilty."""
         try:
-            found = await stored(self._redis.srandmember(beside, MOST_REMEMBERED))
+            found = await stored(
+                self._redis.srandmember(key_names.beside_trial(trial.server_id), MOST_REMEMBERED)
+            )
             await self.refresh()
         except StorageUnavailable:
-            return {False}
-        return {self.verdict(digest.decode()) for digest in found if digest.decode() != trial.digest}
+            return True
+        beside |= {digest.decode() for digest in found} - {trial.digest}
+        return any(self.verdict(digest) is not None for digest in beside)
 
     async def _hold(self, trial: SuspectTrial) -> bool:
         """Whether no other request is tried there, and this one nowhere else, by any gateway."""
@@ -225,8 +235,6 @@ class Suspects:
         for number, key in enumerate(trial.keys):
             try:
                 new = await stored(self._redis.set(key, text, nx=True, px=int(TRIAL_S * 1000)))
-                if new and number:  # what died there before is another matter
-                    await stored(self._redis.delete(key_names.beside_trial(trial.server_id)))  # bounded: one
                 if not new and await stored(self._redis.get(key)) != text.encode():
                     if number:
                         await stored(self._redis.delete(*trial.keys[:number]))  # bounded: one

@@ -157,8 +157,9 @@ def of(engine: int) -> dict[str, str]:
 def test_a_suspect_is_not_refused_for_what_another_request_did_while_it_was_tried(
     own_backends: Backends, tokenizer: Tokenizer, gateway: int, fuse: int
 ) -> None:
-    """Its first engine is killed. Of the second one, a request of either gateway is the cause."""
-    with staged(own_backends, tokenizer, fuse, beside=[session_of(0)]) as scene:
+    """Its first engine is killed. Of the second one, a request of either gateway is the cause, and is sent on
+    to both dead engines by the gateway that does not know yet that they are dead."""
+    with staged(own_backends, tokenizer, fuse, beside=[session_of(0)], poll_every_s=3600.0) as scene:
         for engine in scene.made:
             engine.holds = True
         scene.engines[0].kill()

@@ -198,6 +198,8 @@ class History:
         self.versions = [0]
         self.ended: dict[int, str] = {}
         self.newest_push = 0
+        self.died_in = 0
+        """The push during which a server last died or started: then what it had proved is no longer noted."""
 
     @property
     def driving(self) -> Gateway:
@@ -225,6 +227,7 @@ class History:
                     server.mode = given[0]
             case "die":
                 self.world.servers[given[0]].state = "dead"
+                self.died_in = self.newest_push
             case "start":
                 self.start(self.world.servers[given[0]])
             case "drain":
@@ -244,6 +247,7 @@ class History:
 
     def start(self, server: Server) -> None:
         """Its process starts again, with the version of the base model."""
+        self.died_in = self.newest_push
         server.process += 1
         server.state, server.version, server.push = "ready", 0, 0
 
@@ -273,7 +277,7 @@ class History:
             if push.state == "serving":
                 assert push.version in self.world.loaded | {0}
         noted = await self.serving.server_pushes(plan.push.id)
-        if plan.push.state == "serving":
+        if plan.push.state == "serving" and plan.push.id > self.died_in:
             assert any(each.state == "proved" for each in noted.values())
         if plan.push.state == "failed":
             assert plan.push.error

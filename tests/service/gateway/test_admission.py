@@ -56,7 +56,7 @@ def trainer_says(gateway: RunningGateway, **fields: float | str) -> None:
     usual = {"version": 0, "rollouts_waiting": 0, "rollouts_owed": 0, "rollouts_per_step": 4.0}
     said: Any = usual | {"last_seen": clock.now()} | fields
     gateway.redis.hset(key_names.TRAINER, mapping=said)
-    polled(gateway.redis)
+    polled()
 
 
 # Rate and budget of a key
@@ -81,7 +81,7 @@ def test_a_key_that_calls_too_often_waits_as_long_as_it_is_told(limited: Any, tu
         code, retry_s = refusal(reply)
         assert (code, "15 calls a minute" in reply.text) == ("rate_limited", True)
         assert 4 - (time.monotonic() - last) <= retry_s <= 4, "neither too early nor much too late"
-        polled(gateway.redis)
+        polled()
         gateway.redis.delete("none", *gateway.redis.keys("weir:b:*"))  # Redis' own clock is not turned
         turned.turn(retry_s)
         assert gateway.chat().status_code == 200
@@ -127,14 +127,14 @@ def test_two_gateways_count_one_rate(limited: Any) -> None:
     with limited(**limits) as left, limited(**limits) as right:
         assert [left.chat().status_code for _ in range(3)] == [200] * 3
         assert right.chat().status_code == 200
-        polled(left.redis)
+        polled()
         assert [right.chat().status_code for _ in range(2)] == [200] * 2
         assert refusal(right.chat())[0] == "rate_limited"
-        polled(left.redis)
+        polled()
         assert refusal(left.chat())[0] == "rate_limited"
     with limited(**limits) as later:
         later.chat()
-        polled(later.redis)
+        polled()
         assert refusal(later.chat())[0] == "rate_limited", "it knows what was used before it started"
 
 
@@ -230,7 +230,7 @@ def test_sessions_for_training_wait_while_the_trainer_has_too_much_to_train(limi
         assert gateway.post("/sessions", {"train": False}).status_code == 201
         assert gateway.chat(key=opened[0]["api_key"]).status_code == 200
         gateway.finish(opened[0], status="failed")
-        polled(gateway.redis)
+        polled()
         assert gateway.post("/sessions").status_code == 201
 
 
@@ -240,10 +240,10 @@ def test_a_finished_session_holds_its_place_until_the_trainer_is_done_with_it(li
         for code in ("trained", "zero_advantage", "stale"):
             session = gateway.session()
             gateway.finish(session, reward=1.0)
-            polled(gateway.redis)
+            polled()
             assert refusal(gateway.post("/sessions"))[0] == "staleness_budget", code
             gateway.redis.hset(key_names.session(session["session_id"]), "verdict", f'{{"code": "{code}"}}')
-            polled(gateway.redis)
+            polled()
         assert gateway.post("/sessions").status_code == 201
 
 
@@ -254,7 +254,7 @@ def test_what_does_not_count_against_the_staleness_budget(limited: Any) -> None:
         trainer_says(gateway, rollouts_per_step=1, rollouts_owed=1)
         assert [gateway.post("/sessions").status_code for _ in range(3)] == [201, 201, 429]
         gateway.redis.delete(key_names.TRAINER)
-        polled(gateway.redis)
+        polled()
         opened = [gateway.post("/sessions").status_code for _ in range(3)]
         assert opened == [201] * 3, "without a trainer, nobody is refused"
 
@@ -285,7 +285,7 @@ def test_a_trainer_that_waits_for_rollouts_does_not_make_clients_wait_as_long(
         trainer_says(gateway, version=2, rollouts_waiting=4, state="waiting")
         busy_s = time.monotonic() - began  # at most so long was its step
         turned.turn(busy_s + 60)  # the trainer waits longer
-        polled(gateway.redis)
+        polled()
         code, retry_s = refusal(gateway.post("/sessions"))
         assert code == "staleness_budget"
         assert retry_s <= max(1, math.ceil(busy_s))
@@ -298,7 +298,7 @@ def test_a_wait_for_the_trainer_is_as_long_as_its_steps_take(limited: Any, turne
         turned.turn(STEP_S)
         trainer_says(gateway, version=1, rollouts_waiting=12, rollouts_per_step=4)
         gateway.redis.set(key_names.SERVING, 1)
-        polled(gateway.redis)
+        polled()
         _, retry_s = refusal(gateway.post("/sessions"))
         step_s = STEP_S + time.monotonic() - began  # its greatest duration
         assert math.ceil(9 / 4 * STEP_S) <= retry_s <= math.ceil(9 / 4 * step_s)  # nine too many, four a step
@@ -313,7 +313,7 @@ def test_new_sessions_wait_while_too_much_is_in_the_queue(limited: Any) -> None:
         session = gateway.session()
         for _ in range(2):
             assert gateway.chat(key=session["api_key"]).status_code == 200
-        polled(gateway.redis)
+        polled()
         assert refusal(gateway.post("/sessions", {"train": False}))[0] == "queue_full"
         assert refusal(gateway.chat("an inferred session"))[0] == "queue_full"
         assert gateway.chat(key=session["api_key"]).status_code == 200
@@ -325,7 +325,7 @@ def test_new_sessions_wait_while_too_much_is_in_the_queue(limited: Any) -> None:
         trainer_says(gateway, state="paused", last_seen=time.time() - 61)  # it has died since
         assert refusal(gateway.post("/sessions", {"train": False}))[0] == "queue_full"
         gateway.redis.xtrim(key_names.STREAM, maxlen=0)
-        polled(gateway.redis)
+        polled()
         assert gateway.post("/sessions").status_code == 201
 
 
@@ -352,7 +352,7 @@ def test_a_redis_that_is_nearly_full_keeps_its_room_for_open_sessions(gateway: R
         """Try to open a session while Redis is 95 % full. Each try sets it anew, because memory varies."""
         used: Any = gateway.redis.info("memory")
         gateway.redis.config_set("maxmemory", int(used["used_memory"] / 0.95))
-        polled(gateway.redis)
+        polled()
         replies.append(gateway.post("/sessions"))
         return bool(replies[-1].status_code == 429)
 
@@ -365,7 +365,7 @@ def test_a_redis_that_is_nearly_full_keeps_its_room_for_open_sessions(gateway: R
     finally:
         gateway.redis.config_set("maxmemory", 0)
         gateway.redis.delete("ballast")
-    polled(gateway.redis)
+    polled()
     assert gateway.post("/sessions").status_code == 201
 
 

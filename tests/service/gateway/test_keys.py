@@ -53,7 +53,7 @@ def test_a_new_key_opens_the_side_of_the_clients(
 ) -> None:
     secret = made(gateway, team)
     for each in (gateway, other):
-        polled(each.redis)
+        polled()
         assert each.chat(key=secret).status_code == 200
         assert each.get("/admin/keys", key=secret).status_code == 403
 
@@ -61,7 +61,7 @@ def test_a_new_key_opens_the_side_of_the_clients(
 def test_no_reply_but_the_first_has_the_secret_and_redis_has_none(gateway: RunningGateway, team: str) -> None:
     secret = made(gateway, team)
     gateway.chat(key=secret)
-    polled(gateway.redis)
+    polled()
     assert secret not in gateway.admin("GET", "/keys").text
     assert secret not in gateway.admin("GET", "/actions").text
     found: Any = gateway.redis.hgetall(key_names.KEYS)
@@ -205,7 +205,7 @@ def test_a_used_up_budget_refuses_calls_at_every_gateway(
     gateway: RunningGateway, other: RunningGateway, team: str
 ) -> None:
     secret = made(gateway, team, token_budget=10)
-    polled(other.redis)
+    polled()
     reply = gateway.chat(key=secret)
     assert reply.headers["x-weir-token-budget-remaining"] == "10"
     used = reply.json()["usage"]["total_tokens"]

@@ -243,7 +243,7 @@ def test_the_staleness_budget_counts_what_the_description_says(backends: Backend
         wait_until(lambda: gateway.get("/ready").status_code == 200)
         said: Any = {"version": 0, "rollouts_waiting": 0, "rollouts_owed": 0, "rollouts_per_step": 4.0}
         gateway.redis.hset(key_names.TRAINER, mapping=said | {"last_seen": 1e12})
-        polled(gateway.redis)
+        polled()
 
         def counted() -> set[bytes]:
             return set(gateway.redis.zrange(key_names.UNTRAINED, 0, -1))  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ def test_ended_sessions_that_no_deadline_shows_any_more_are_counted(
     ended = "1 session has ended and can no longer expire"
     assert any(sentence.startswith(ended) for sentence in report["sentences"])
     turned.turn(SCAN_EVERY_S + 1)  # the gateway looks for sessions that have lost their deadline
-    polled(timed.redis)
+    polled()
     assert timed.redis.zcard(key_names.DEADLINES) == timed.redis.exists(key_names.LOSSES) == 0
 
 
@@ -127,7 +127,7 @@ def test_a_session_that_gets_its_verdict_while_deadlines_are_looked_for_is_not_t
     timed.redis.zrem(key_names.DEADLINES, session)  # as the trainer does with the verdict
     turned.turn(SCAN_EVERY_S + 1)
     wait_until(lambda: timed.redis.hexists(key_names.session(session), "verdict"))
-    polled(timed.redis)
+    polled()
     assert timed.redis.zcard(key_names.DEADLINES) == timed.redis.exists(key_names.LOSSES) == 0
 
 
@@ -209,7 +209,7 @@ def test_a_system_that_is_well_warns_of_nothing(warned: Callable[..., Any]) -> N
             session = gateway.session()
             gateway.finish(session, reward=number)
             decide(gateway.redis, session["session_id"], Verdict(code="trained", step=1, version=2))
-        polled(gateway.redis)
+        polled()
         assert warnings(gateway) == []
 
 
@@ -235,12 +235,12 @@ def test_nothing_trained_though_sessions_ended_is_a_warning(
     warned: Callable[..., Any], turned: TurnedClock
 ) -> None:
     with warned(warnings={"nothing_trained_s": 600}) as gateway:
-        polled(gateway.redis)
+        polled()
         turned.turn(900)
-        polled(gateway.redis)
+        polled()
         assert not heard(gateway, "nothing was trained")  # because no session has ended either
         gateway.finish(gateway.session(), status="failed")
-        polled(gateway.redis)
+        polled()
         turned.turn(900)
         wait_until(lambda: heard(gateway, "nothing was trained for", "though 1 session ended: 1 failed"))
         gateway.redis.hset(key_names.TRAINER, "step", 2)
@@ -249,10 +249,10 @@ def test_nothing_trained_though_sessions_ended_is_a_warning(
 
 def test_groups_that_keep_dying_are_a_warning_with_the_reason(warned: Callable[..., Any]) -> None:
     with warned(warnings={"recent_sessions": 10}) as gateway:
-        polled(gateway.redis)
+        polled()
         for _ in range(30):  # earlier successes must not hide the failures
             decide(gateway.redis, gateway.session()["session_id"], Verdict(code="trained", step=1, version=1))
-        polled(gateway.redis)
+        polled()
         for number in range(10):
             session = gateway.session()
             gateway.finish(session, reward=1.0)
@@ -268,17 +268,17 @@ def test_groups_that_keep_dying_are_a_warning_with_the_reason(warned: Callable[.
 
 def test_evaluation_is_no_reason_to_worry(warned: Callable[..., Any]) -> None:
     with warned(warnings={"recent_sessions": 10, "nothing_trained_s": 0.1}) as gateway:
-        polled(gateway.redis)
+        polled()
         for _ in range(10):
             session = gateway.session(train=False)
             decide(gateway.redis, session["session_id"], Verdict(code="not_for_training"))
-        polled(gateway.redis)
+        polled()
         assert warnings(gateway) == []
 
 
 def test_sessions_that_expire_without_a_reward_are_a_warning(warned: Callable[..., Any]) -> None:
     with warned(warnings={"recent_sessions": 10, "expired_share": 0.2}) as gateway:
-        polled(gateway.redis)
+        polled()
         for _ in range(8):
             decide(gateway.redis, gateway.session()["session_id"], Verdict(code="trained", step=1, version=1))
         for _ in range(2):

@@ -469,7 +469,7 @@ def test_a_turn_that_is_lost_after_its_client_left_is_an_error_in_the_log(
     finally:
         gateway.redis.client_unpause()
         gateway.redis.config_set("maxmemory", 0)
-        polled(gateway.redis)  # tests that follow find an empty Redis
+        polled()  # tests that follow find an empty Redis
     (request,) = gateway.engine.requests
     (said,) = errors()
     assert said.startswith(f"turn {request['rid']} is not recorded: Redis: ")

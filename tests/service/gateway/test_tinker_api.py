@@ -99,7 +99,7 @@ def test_a_full_log_is_told_as_capacity(backends: Backends, gateway: RunningGate
     bound = {"max_log_bytes": log_bytes} if log_bytes == 2**20 else {}
     tokens = 20_000 * log_bytes // 2**20
     with backends.gateway(tinker={"poll_s": 0.05} | bound) as small:
-        polled(gateway.redis)
+        polled()
         loop, other = (TinkerLoop(small, str(backends.model_path)) for _ in range(2))
         loop.begin()
         waiting = other.begin()

@@ -25,8 +25,8 @@ from tests.support.tiny_vision_model import make_tiny_vision_model
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until
 
-SHARED_POLL_S = 0.2
-"""A gateway that lives for many tests polls seldom: every 0.05 s would take a ninth of a core."""
+SHARED_POLL_S = 0.5
+"""How often a gateway polls that lives for many tests: as often as a user's."""
 
 
 @pytest.fixture(scope="session")

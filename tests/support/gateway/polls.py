@@ -1,24 +1,38 @@
-"""Waits until gateways have polled Redis. They do so every `poll_every_s`, and later on a busy machine."""
+"""Waits until the gateways of this process have polled Redis: counts the rounds of their periodic tasks."""
 
-from typing import Any
+import asyncio
+from functools import wraps
+from weakref import WeakKeyDictionary
 
-from redis import Redis
-
+from gateway import periodic_tasks
+from gateway.parts import GatewayParts
+from gateway.periodic_tasks import Task
 from tests.support.waiting import wait_until
 
-MOST_GATEWAYS = 6
-"""The most gateways that poll one Redis at the same time in a test."""
-
-XLENS = 4
-"""A poll sends XLEN at most so often: the stream, the dead letters, and two more streams that may be lost."""
+ROUNDS: WeakKeyDictionary["asyncio.Task[None]", int] = WeakKeyDictionary()
+"""How many rounds each task of each gateway has made."""
 
 
-def polled(redis: Redis, times: int = 2) -> None:
-    """Wait until each gateway has polled `times` times, if the gateways take turns."""
+def counted(task: Task) -> Task:
+    @wraps(task)
+    async def one_round(gateway: GatewayParts) -> None:
+        running = asyncio.current_task()
+        assert running is not None
+        before = ROUNDS.setdefault(running, 0)
+        try:
+            await task(gateway)
+        finally:
+            ROUNDS[running] = before + 1
 
-    def looks() -> int:
-        stats: Any = redis.info("commandstats")
-        return int(stats.get("cmdstat_xlen", {}).get("calls", 0))
+    return one_round
 
-    began = looks()
-    wait_until(lambda: looks() >= began + (times + 1) * MOST_GATEWAYS * XLENS)
+
+def polled(times: int = 2) -> None:
+    """Wait until each gateway that runs has made `times` whole polls."""
+    wanted = {task: rounds + times + 1 for task, rounds in [*ROUNDS.items()]}  # one may have begun before
+    wait_until(lambda: all(task.done() or ROUNDS[task] >= rounds for task, rounds in wanted.items()))
+
+
+def count_polls() -> None:
+    """Count those of all gateways that start after this."""
+    periodic_tasks.POLLED = tuple(map(counted, periodic_tasks.POLLED))

@@ -99,7 +99,7 @@ def examined_system(directory: Path, model_path: Path, **gateway: Any) -> Iterat
             "model_path": model_path,
             "client_keys": [CLIENT_KEY],
             "admin_keys": [ADMIN_KEY],
-            "poll_every_s": 0.05,
+            "poll_every_s": 0.2,
         }
         url = started.enter_context(serving(create_gateway(GatewaySettings(**given | gateway))))
         system = ExaminedSystem(redis, url, server_url, trainer_url, server, directory, state)

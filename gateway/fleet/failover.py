@@ -221,7 +221,7 @@ class Sampler:
         while True:
             if clock.monotonic() >= suspects.current_until:
                 await suspects.renew()
-            case.check()
+            await case.check()
             server = await self.fleet.acquire(asked, max(wait_s, 0.0))
             if not case.needed:
                 return server

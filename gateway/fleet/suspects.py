@@ -87,6 +87,8 @@ class Suspects:
         self._reading = asyncio.Lock()
         self.guilty: dict[str, bool] = {}
         """By the digest of the request; False for a suspect."""
+        self._noted_at: dict[str, float] = {}
+        """When guilty requests were noted, in seconds since the epoch."""
         self._trials: Counter[SuspectTrial] = Counter()
         """How many calls of this process are in each trial."""
         self._ended = asyncio.Event()
@@ -100,12 +102,16 @@ class Suspects:
     async def refresh(self) -> None:
         """Read what any gateway has noted. Raises StorageUnavailable."""
         now, since = clock.monotonic(), clock.now() - REMEMBERED_S
+        recent = (key_names.SUSPECTS, since, "+inf")
         # bounded: MOST_REMEMBERED are kept
-        found = await stored(self._redis.zrange(key_names.SUSPECTS, since, "+inf", byscore=True))
-        guilty: dict[str, bool] = {}
-        for name, _, digest in (member.decode().partition(":") for member in found):
+        found = await stored(self._redis.zrange(*recent, byscore=True, withscores=True))
+        guilty, noted_at = dict[str, bool](), dict[str, float]()
+        for member, at in found:
+            name, _, digest = member.decode().partition(":")
             guilty[digest] = guilty.get(digest, False) or name == "guilty"
-        self.guilty, self.current_until = guilty, now + CURRENT_S
+            if name == "guilty":
+                noted_at[digest] = at
+        self.guilty, self._noted_at, self.current_until = guilty, noted_at, now + CURRENT_S
 
     async def renew(self) -> None:
         """Read as `refresh` does, unless a call that waited before this one has just done so."""
@@ -121,11 +127,18 @@ class Suspects:
         """Whether the request is guilty; None for one that is no suspect."""
         return self.guilty.get(digest)
 
+    async def known_to_all(self, digest: str) -> None:
+        """Wait until all gateways know the guilty request. Only then its error is told."""
+        left_s = self._noted_at.get(digest, 0.0) + CURRENT_S - clock.now()
+        await clock.sleep(min(max(left_s, 0.0), CURRENT_S))
+
     async def note(self, digest: str, *, guilty: bool, beside: str = "") -> None:
-        """Let all gateways know. A guilty request's error is told only when they do. `beside`: the id of the
-        server that died, if the request may be the cause and was not tried there."""
+        """Let all gateways know. `beside`: the id of the server that died, if the request may be the cause
+        and was not tried there."""
         self.guilty[digest] = guilty or self.guilty.get(digest, False)
         now = clock.now()
+        if guilty:
+            self._noted_at[digest] = now
         try:
             async with self._redis.pipeline(transaction=False) as noting:
                 noting.zadd(key_names.SUSPECTS, {f"{'guilty' if guilty else 'suspect'}:{digest}": now})
@@ -138,7 +151,7 @@ class Suspects:
         except StorageUnavailable as error:
             logger.warning("other gateways do not know which request may kill engines: %s", error)
         if guilty:
-            await clock.sleep(CURRENT_S)
+            await self.known_to_all(digest)
 
     async def clear(self, digest: str) -> None:
         """An engine has answered the request."""
@@ -284,12 +297,13 @@ class Case:
             self._digest = self.make_digest()
         return self._digest
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Raises KillsEngines if the request is guilty. It is a suspect if an equal one is."""
         if not self.suspects.guilty:
             return
         guilty = self.suspects.verdict(self.digest)
         if guilty:
+            await self.suspects.known_to_all(self.digest)
             raise KillsEngines
         if guilty is not None and not self.needed:
             self.needed = YOUNG_TOKENS

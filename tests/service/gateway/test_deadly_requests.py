@@ -1,5 +1,6 @@
 """A request that kills each engine it meets: two die of it, it is refused, and nobody beside it is."""
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,14 +14,18 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from gateway.errors import KillsEngines
 from gateway.fleet import failover, suspects
 from gateway.fleet.fleet_server import FleetServer, Registration
 from gateway.fleet.placement import choose_server
+from rollout_queue import clock
 from tests.support.gateway.calls import RETRY, Call
 from tests.support.gateway.mortal_engine import ANSWER, POISON, STOP_AT, TOKENS, MortalEngine
 from tests.support.gateway.retry_counts import RetryCounts
 from tests.support.gateway.running import CLIENT_KEY, Backends, RunningGateway
+from tests.support.redis_clients import async_redis_at
 from tests.support.serving import Served
+from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import PATIENCE_S, wait_until
 
 ENGINES = 5
@@ -214,3 +219,29 @@ def test_a_suspect_is_not_refused_because_an_engine_had_died_before_it_was_tried
         gone.gone = True
         scene.engines[0].kill()
         wait_until(lambda: not gone.gone)
+
+
+def test_the_error_of_a_guilty_request_waits_for_all_gateways_also_in_another_answer_to_the_call(
+    own_backends: Backends,
+) -> None:
+    """Else its client would try it again at a gateway that does not know it yet."""
+    turned = TurnedClock()
+
+    async def judged() -> None:
+        redis = async_redis_at(own_backends.redis_url)
+        known = suspects.Suspects(redis)
+        noting = asyncio.create_task(known.note("poison", guilty=True))
+        await asyncio.sleep(0)  # here, the verdict is known
+        telling = asyncio.create_task(suspects.Case(known, lambda: "poison").check())
+        await asyncio.wait([telling], timeout=0.05)  # without the fault, no event shows that it waits
+        assert not telling.done()
+        while not (telling.done() and noting.done()):
+            turned.turn(suspects.CURRENT_S)
+            await asyncio.sleep(0.001)  # Redis answers meanwhile
+        with pytest.raises(KillsEngines):
+            await telling
+        await redis.aclose()
+
+    own_backends.clear(None)
+    with clock.using(turned):
+        asyncio.run(asyncio.wait_for(judged(), PATIENCE_S))

@@ -43,15 +43,18 @@ async def app(scope, receive, send):
     status = 401 if scope["path"].startswith("/admin") and not knows else 200
     if scope["path"] == "/v1/chat/completions":
         await asyncio.sleep(0.05)
-    await send({{"type": "http.response.start", "status": status, "headers": []}})
+    last = [(b"connection", b"close")] if LEFT else []
+    await send({{"type": "http.response.start", "status": status, "headers": last}})
     await send({{"type": "http.response.body", "body": sys.argv[1].encode()}})
 
 async def leave():
+    LEFT.append(True)
     await asyncio.sleep(0.5)
 
 serve(app, sys.argv[1], int(sys.argv[2]), 5.0, leave)
 """
-"""Answers calls after 50 ms with its address, and operators' paths only to an operator."""
+"""Answers calls after 50 ms with its address, and operators' paths only to an operator. As a gateway that
+leaves does, it closes each connection with its answer: the proxy writes no call into one that ends."""
 
 
 class Gateway:

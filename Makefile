@@ -47,7 +47,7 @@ test: expected-time check  ## the checks, then the tests of all layers but the l
 	@$(PYTEST) -m "not long and not browser"
 
 expected-time:
-	@echo "make test: about twelve minutes on two quiet cores, once everything is installed"
+	@echo "make test: about twenty minutes on two cores, once everything is installed"
 
 test-fast: .venv/installed  ## the short tests that need no engine
 	@$(PYTEST) -m "not engine and not long and not browser"

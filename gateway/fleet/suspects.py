@@ -151,7 +151,7 @@ class Suspects:
         except StorageUnavailable as error:
             logger.warning("other gateways do not know which request may kill engines: %s", error)
         if guilty:
-            await self.known_to_all(digest)
+            await clock.sleep(CURRENT_S)
 
     async def clear(self, digest: str) -> None:
         """An engine has answered the request."""

@@ -235,8 +235,6 @@ class PushDriver:
             await self._fleet.refresh()
             plan, packed = await self._serving.read_packed()
         self._fleet.adopt(plan)
-        if not self._fleet.servers:  # one may have registered at another gateway since the last poll
-            await self._fleet.refresh()
         if plan.push is not None and plan.push.id != self._push:
             self._push, self._capacity = plan.push.id, 1.0
         return plan, packed
@@ -427,24 +425,32 @@ class PushDriver:
         await self._write_notes()  # whoever learns that the push has ended reads what the servers did
         if record is None or not plan.pushing:
             return
-        order, no_servers = PushOrder.of(plan, record), not self._fleet.servers
+        order, states = PushOrder.of(plan, record), {each.noted.state for each in parts}
         if not all(each.settled and each.order.key == order.key for each in parts):
             return
-        states = {each.noted.state for each in parts}
-        match ended_as(states, no_servers=no_servers):
-            case "serving":
-                if no_servers:
-                    await self._admit(order)
-                await self._end(order.push, "serving")
-            case "failed":
-                refused = states <= {"refused", "unavailable"}
-                await self._end(order.push, "failed", errors_of(parts) or BARE, refused=refused)
-                logger.error("version %d was refused by every server", order.version)
-                if states <= {"refused"} and record.state == "published":
-                    await self._free_number(record)
-            case _:
-                return
+        if (ended := ended_as(states, no_servers=not self._fleet.servers)) is None:
+            return
+        if "proved" in states or not await self._finds_more_servers():
+            await self._end_as(ended, order, parts)
         self.wake()
+
+    async def _end_as(self, ended: PushState, order: PushOrder, parts: Sequence[ServerPart]) -> None:
+        states = {each.noted.state for each in parts}
+        if ended == "serving":
+            await self._admit(order)
+            await self._end(order.push, "serving")
+            return
+        refused = states <= {"refused", "unavailable"}
+        await self._end(order.push, "failed", errors_of(parts) or BARE, refused=refused)
+        logger.error("version %d was refused by every server", order.version)
+        if states <= {"refused"} and order.record.state == "published":
+            await self._free_number(order.record)
+
+    async def _finds_more_servers(self) -> bool:
+        """Whether a server has registered at another gateway since the last poll. It can still prove it."""
+        known = set(self._fleet.servers)
+        await self._fleet.refresh()
+        return not self._fleet.servers.keys() <= known
 
     async def _free_number(self, record: PolicyRecord) -> None:
         """Every server has refused the version. One of its canary may have sampled with it before."""

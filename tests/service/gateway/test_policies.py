@@ -10,12 +10,13 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer
 
 from rollout_queue.redis.policy_register import KnownPolicies, PolicyRegister
 from tests.support.claimed import claimed_reader
 from tests.support.gateway.fake_rollout_server import Endpoint, FakeRolloutServer
 from tests.support.gateway.full_redis import full
-from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway
+from tests.support.gateway.running import ADMIN_KEY, Backends, RunningGateway, backends_in
 from tests.support.serving import serving
 from tests.support.trainer_service.publications import InlineExecutor, OneTensor
 from tests.support.waiting import wait_until
@@ -524,14 +525,39 @@ def test_an_announced_version_is_pushed_while_the_caller_goes_on(fleet: Fleet) -
     assert [each["state"] for each in detail["results"]] == ["proved", "proved"]
 
 
-def test_a_publisher_does_not_wait_for_servers_that_are_away_beside_a_bare_engine(
-    own_backends: Backends, endpoints: dict[str, Endpoint]
-) -> None:
-    url, endpoint = next(iter(endpoints.items()))
-    endpoint.part = FakeRolloutServer(state="failed")
-    own_backends.clear(None)
-    with own_backends.gateway() as gateway:  # with a bare engine
-        fleet = Fleet(gateway, own_backends.engine_url, [], [])
+@pytest.fixture
+def alone(redis_url: str, tiny_model: Path, tokenizer: Tokenizer) -> Iterator[Backends]:
+    """Backends that have no gateway but those of the test."""
+    with backends_in(5, redis_url, tiny_model, tokenizer) as backends:
+        backends.clear(None)
+        yield backends
+
+
+def test_a_publisher_does_not_wait_for_servers_that_are_away_beside_a_bare_engine(alone: Backends) -> None:
+    away = Endpoint(FakeRolloutServer(state="failed"))
+    with serving(away) as url, alone.gateway() as gateway:  # with a bare engine
+        fleet = Fleet(gateway, alone.engine_url, [], [])
         fleet.register("r0", url)
         (result,) = fleet.publish(1).json()["results"]
         assert (result["server"], result["state"]) == ("r0", "unavailable")
+
+
+@pytest.mark.parametrize("known", ["a bare engine", "a server that refuses"])
+def test_a_push_does_not_fail_before_a_server_that_registered_elsewhere_is_asked(
+    alone: Backends, known: str
+) -> None:
+    refusing, able = Endpoint(FakeRolloutServer(refuse=True)), Endpoint(FakeRolloutServer())
+    bare = known == "a bare engine"
+    with (
+        serving(refusing) as refusing_url,
+        serving(able) as able_url,
+        alone.gateway(engines=[alone.engine_url] if bare else [], poll_every_s=60.0) as leader,
+        alone.gateway(engines=[]) as other,
+    ):
+        fleet = Fleet(leader, alone.engine_url, [], [])
+        if not bare:
+            fleet.register("r0", refusing_url)
+        Fleet(other, alone.engine_url, [], []).register("r1", able_url)
+        reply = fleet.publish(1)
+    assert reply.json()["state"] == "serving", reply.text
+    assert (reply.json()["results"][-1]["server"], able.part.version) == ("r1", 1)

@@ -25,9 +25,9 @@ Start = Callable[..., ServerThread]
 
 
 @pytest.fixture(scope="module")
-def fleet(backends: Backends) -> Iterator[RunningGateway]:
-    backends.clear(None)
-    with backends.gateway(engines=[]) as gateway:
+def fleet(own_backends: Backends) -> Iterator[RunningGateway]:
+    own_backends.clear(None)
+    with own_backends.gateway(engines=[]) as gateway:
         yield gateway
 
 

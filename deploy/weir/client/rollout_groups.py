@@ -106,8 +106,10 @@ class AgentRun:
         return mean_interval({task: rewards for task, rewards in by_task.items() if rewards})
 
     def __str__(self) -> str:
-        means = self.means
-        said = [f"{len(self.groups)} groups, version {self.versions[0]} → {self.versions[-1]}"]
+        means, compared = self.means, [each for _, each in self.groups if len(each) > 1]
+        said = [f"{len(self.groups)} groups"]
+        said += [f"{sum(min(each) < max(each) for each in compared)} with different rewards"] * bool(compared)
+        said += [f"version {self.versions[0]} → {self.versions[-1]}"]
         if means:
             said.append(f"reward {fmean(means[:WINDOW]):.3f} → {fmean(means[-WINDOW:]):.3f}")
         said += [f"{self.failed} episodes failed"] if self.failed else []
@@ -189,8 +191,7 @@ class _Player:
         limit = None
         try:
             async with clock.timeout(self._episode_s) as limit:
-                reward: Any = await self._call(played, task)
-            return self._agent.ending(reward, played)
+                return self._agent.ending(await self._call(played, task), played)
         except Exception as error:
             if limit is not None and limit.expired():
                 return EpisodeEnding("truncated", reason=f"it took longer than {self._episode_s:g} s")

@@ -91,5 +91,5 @@ def test_the_notebook_of_training_draws_its_curve(
     exec(code, {"__name__": "notebook"})  # noqa: S102 - our own file
     said = capsys.readouterr().out.splitlines()
     assert said[0] == said[-1] == "mean reward 1.00, version 0"
-    assert said[1] == "12 groups, version 0 → 0, reward 1.000 → 1.000"
+    assert said[1] == "12 groups, 0 with different rewards, version 0 → 0, reward 1.000 → 1.000"
     assert [line.split("█")[0] for line in said[2:4]] == ["groups  1 to 10 ", "groups 11 to 12 "]

@@ -292,7 +292,14 @@ def test_training_plays_groups_of_each_task(
     assert len(rows) == 6
     assert {row["status"] for row in rows} == {"completed"}
     assert len({row["group_id"] for row in rows}) == 3
-    assert "3 groups, version 0 → 0, reward" in str(run)
+    assert "3 groups, 0 with different rewards, version 0 → 0, reward" in str(run)
+
+
+def test_a_run_says_how_many_groups_can_teach(gateway: RunningGateway, address: GatewayAddress) -> None:
+    rewards = iter([0.0, 1.0, 1.0, 1.0])
+    run = weir.train(lambda s, task: next(rewards) if answer(s) else 0.0, ["a"], groups=2, n=2)
+    assert str(run).startswith("2 groups, 1 with different rewards, version 0 → 0")
+    assert "different" not in str(weir.evaluate(lambda s, task: 1.0, ["a", "b"]))
 
 
 def test_no_more_episodes_run_at_once_than_wanted(gateway: RunningGateway, address: GatewayAddress) -> None:

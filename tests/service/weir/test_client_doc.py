@@ -26,6 +26,6 @@ def test_the_page_runs_as_written(
     exec("\n".join(blocks), {"__name__": "page"})  # noqa: S102 - our own file
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["ready 0.0", "1.0"]
-    assert "4 groups, version 0 → 0, reward" in said[2]
+    assert "4 groups, 0 with different rewards, version 0 → 0, reward" in said[2]
     statuses = [row["status"] for row in gateway.get("/sessions?limit=1000").json()["data"]]
     assert statuses == ["completed"] * (1 + 4 + 1 + 16 + 16 + 16)

@@ -75,10 +75,10 @@ def weir(
 def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) -> None:
     """Start all services in the background, and return when they are ready."""
     settings = settings_from(config, run_dir=run_dir, model_path=model_path)
-    running = stack_state.read(settings.run_dir)
+    of_demo, running = settings.model_path is None, stack_state.read(settings.run_dir)
     if running and running.parent.process():
         console.print(f"already up, pid {running.parent.pid}: see `weir status`")
-        _say_what_to_do(settings)
+        _say_what_to_do(settings, of_demo)
         return
     _say_configuration(settings)
     if running and running.running():
@@ -97,7 +97,7 @@ def up(config: Config = None, run_dir: RunDir = None, model_path: Model = None) 
         raise typer.Exit(130) from None
     for name, service in found.services.items():
         console.print(f"{name:16} {without_password(service.url)}", highlight=False)
-    _say_what_to_do(settings)
+    _say_what_to_do(settings, of_demo)
 
 
 def _checked(settings: StackSettings) -> StackSettings:
@@ -312,17 +312,19 @@ def _say_configuration(settings: StackSettings) -> None:
         errors.print(f"warning: {sentence}", markup=False, highlight=False)
 
 
-def _say_what_to_do(settings: StackSettings) -> None:
-    """How agents and people reach what asks for keys, what to do next, and where the trained model is."""
+def _say_what_to_do(settings: StackSettings, of_demo: bool) -> None:
+    """How agents and people reach what asks for keys, what to do next, also `of_demo`, with the demo's model,
+    and where the trained model is."""
     gateway, directory = f"http://127.0.0.1:{settings.gateway_port}", directory_of(settings.run_dir)
     policies = determined_sections(settings)["trainer"]["policies_dir"]
-    example = Path("examples/tool_agent.py")
-    plays = f".venv/bin/python {example}" if example.is_file() else "weir env run LIBRARY:NAME"
+    plays, example = "`weir.train` in Python, or `weir env run LIBRARY:NAME`,", Path("examples/tool_agent.py")
+    if of_demo and example.is_file():
+        plays = f"`.venv/bin/python {example}`"
     _say(
         [
             f"agents:  base_url {gateway}/v1, with the key in {directory}/client_keys",
             f"people:  open {gateway}/, and sign in with the key in {directory}/admin_keys",
-            f"next:    `{plays}` plays episodes to learn from; `weir top` shows the training",
+            f"next:    {plays} plays episodes to learn from; `weir top` shows the training",
             f"model:   each trained version is a directory in {policies}; `weir export-model DIR` copies one",
         ]
     )

@@ -152,6 +152,8 @@ def test_up_says_what_it_waits_for_also_without_a_terminal(
         "waiting for rollout_server: no engine is ready",
     ]
     assert str(tmp_path / "run" / "logs") in shown
+    assert "weir.train" in shown
+    assert "tool_agent" not in shown, "that example is for the demo's model"
 
 
 class StartedStacks:

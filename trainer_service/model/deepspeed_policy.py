@@ -298,6 +298,11 @@ class DeepSpeedPolicy(RankBase, TrainedEngine):
         assert self._critic is not None  # noqa: S101 - TrainerSettings refuses algorithms that lack a critic
         return self._critic
 
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return float(self._engine.get_lr()[0])
+
     def step(self, scale: float = 1.0) -> float:
         """As `make_step`, with `scale` times the gradient."""
         if scale == 1:

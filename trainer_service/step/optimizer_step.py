@@ -110,7 +110,7 @@ class OptimizerSteps:
         updates = [_Update(self._parts, divisor(counts, algorithm.aggregation))]
         if algorithm.mini_batches > 1:
             updates = [_Update([part], part.divisor(algorithm)) for part in self._parts]
-        metrics: dict[str, float] = {}
+        metrics, rate = dict[str, float](), policy.learning_rate
         for epoch in range(algorithm.epochs):
             grad_norms = []
             for number, update in enumerate(updates):
@@ -127,6 +127,7 @@ class OptimizerSteps:
                 computed = sum(part.computed for part in self._parts)
                 per_token = computed / counts.tokens
                 metrics = {**measured, "grad_norm": max(grad_norms), "computed_per_token": per_token}
+                metrics["learning_rate"] = rate
             else:  # in the first epoch, the ratios to the weights before the step are 1
                 metrics |= {name: value for name, value in measured.items() if name.startswith("ppo/")}
         if algorithm.needs_critic:

@@ -96,6 +96,7 @@ def test_a_step_is_a_step_of_plain_adamw(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     (batch,) = micro_batches(rows_of("s1", [turn()], ["t1"]), 100)
     for rate in (0.5 * lr, lr, lr):
+        assert harness.policy.learning_rate == pytest.approx(rate)
         harness.policy.backward(-harness.policy.logprobs(batch)[0].mean())
         harness.policy.step()
         logits = model(torch.from_numpy(batch.ids_N)[None]).logits[0, torch.from_numpy(batch.predict_at_T)]

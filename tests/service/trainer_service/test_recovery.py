@@ -429,4 +429,5 @@ def test_weights_optimizer_and_schedule_are_those_of_the_checkpoint(
     checkpoints.load(went.leader, 1, rate_scale=1.0)
     told = [learner.learn(4) for learner in (went, never)]
     assert told[0] == told[1]
+    assert told[0]["learning_rate"] == pytest.approx(1e-2), "the second step ends the warm-up"
     assert differs_by(went.exported(), never.exported()) == 0

@@ -78,6 +78,10 @@ class Listed:
     def shares_prefixes(self) -> bool:
         return False
 
+    @property
+    def learning_rate(self) -> float:
+        return 0.0
+
     def own_micro_batches(self, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
         return [(batch, True) for batch in batches]
 

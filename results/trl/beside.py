@@ -16,7 +16,7 @@ TRL = "trl"
 PYTHON = Path("run/bench/trl/bin/python")
 LIBRARY = Path("run/environments/reasoning_gym/lib")
 """Its packages are at the end of TRL's path, so that TRL's own win."""
-TIMEOUT_S = 1800
+TIMEOUT_S = 7200
 
 
 def run_trl(experiment: Experiment, name: str, seed: int, place: Place, say: Say) -> TrialResult:

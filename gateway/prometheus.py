@@ -175,7 +175,7 @@ class DeploymentGauges:
         self.entries = self._gauge("weir_queue_entries", "Records in the stream for the trainer")
         self.dead_letters = self._gauge("weir_queue_dead_letters", "Records that the trainer could not read")
         self.unfinished = self._gauge(
-            "weir_sessions_unfinished", "Sessions without an outcome or without a reward"
+            "weir_sessions_unfinished", "Sessions without a verdict, which may still expire"
         )
         self.waiting = self._gauge("weir_rollouts_waiting", "Rollouts that have ended and wait for a step")
         self.owed = self._gauge("weir_rollouts_owed", "Rollouts that were trained and are in no checkpoint")

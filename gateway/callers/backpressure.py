@@ -78,7 +78,7 @@ class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
     dead: int = 0
     """Records that the trainer could not read."""
     unfinished: int = 0
-    """Sessions without an outcome or without a reward."""
+    """Sessions that may still expire: they have no verdict."""
     used_bytes: int = 0
     max_bytes: int = 0
     """0 for a Redis without `maxmemory`."""

@@ -64,7 +64,7 @@ DEAD_LETTERS = Stream("weir:dead")
 SESSIONS = SortedSet("weir:sessions")
 """Sorted set: session id by creation time."""
 DEADLINES = SortedSet("weir:deadlines")
-"""Sorted set: unfinished session id by expiry time."""
+"""Sorted set: id of a session without a verdict, by expiry time."""
 VERDICTS = Hash("weir:verdicts")
 """Hash: how many sessions and turns ended with which verdict ("session:trained", "turn:stale", …)."""
 SETTLED = SortedSet("weir:settled")

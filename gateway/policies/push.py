@@ -437,11 +437,11 @@ class PushDriver:
     async def _end_as(self, ended: PushState, order: PushOrder, parts: Sequence[ServerPart]) -> None:
         states = {each.noted.state for each in parts}
         if ended == "serving":
-            await self._admit(order)
+            if not parts:  # there are no servers, so none has admitted it
+                await self._admit(order)
             await self._end(order.push, "serving")
             return
-        refused = states <= {"refused", "unavailable"}
-        await self._end(order.push, "failed", errors_of(parts) or BARE, refused=refused)
+        await self._end(order.push, "failed", errors_of(parts) or BARE, refused="failed" not in states)
         logger.error("version %d was refused by every server", order.version)
         if states <= {"refused"} and order.record.state == "published":
             await self._free_number(order.record)

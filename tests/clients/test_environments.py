@@ -8,6 +8,9 @@ import re
 from collections import Counter
 from typing import Any
 
+import pytest
+
+from environments.errors import UnknownEnvironment
 from tests.support.environments.running import RunTest
 
 
@@ -26,6 +29,32 @@ async def test_reasoning_gym_scores_the_answers(running: RunTest) -> None:
     wrong = await running.play_library("reasoning_gym:chain_sum", name="wrong", **given)
     assert wrong["reward"]["mean"] < 0.1
     assert [each["task_id"] for each in right["tasks"]] == [each["task_id"] for each in wrong["tasks"]]
+
+
+async def test_reasoning_gym_shows_examples(running: RunTest) -> None:
+    prompts: list[str] = []
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return sum_of(prompt)
+
+    options = {"min_terms": 2, "max_terms": 2, "examples": 3}
+    given: Any = {"mode": "eval", "tasks": 8, "group_size": 1, "options": options}
+    running.engine.answer = answer
+    assert (await running.play_library("reasoning_gym:chain_sum", **given))["reward"]["mean"] == 1.0
+    # Three solved questions, the same ones each time, and then the task's own.
+    shown = {tuple(re.findall(r"(\d+) ([+-]) (\d+) =", each))[:-1] for each in prompts}
+    (examples,) = shown
+    assert len(examples) == 3
+    assert all(each in prompts[0] for each in (str(int(a) + int(sign + b)) for a, sign, b in examples))
+
+
+@pytest.mark.parametrize(("task", "count"), [("graph_color", 2), ("chain_sum", -1), ("chain_sum", "two")])
+async def test_reasoning_gym_refuses_examples_that_there_are_not(
+    running: RunTest, task: str, count: object
+) -> None:
+    with pytest.raises(UnknownEnvironment, match="examples"):
+        await running.play_library(f"reasoning_gym:{task}", options={"examples": count}, episodes=8)
 
 
 def free_cell(prompt: str) -> str:

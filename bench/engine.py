@@ -17,8 +17,8 @@ import uvloop
 
 FIRST_ID = 558
 IDS = 187
-"""Answers consist of ids in [FIRST_ID, FIRST_ID + IDS), ordinary tokens of the benchmark's tokenizer. None ends
-with a space, which the gateway holds back: the text of an answer has none at its end."""
+"""Answers consist of ids in [FIRST_ID, FIRST_ID + IDS), ordinary tokens of the benchmark's tokenizer. None of
+them ends with a space: the gateway holds spaces back, because the text of an answer has none at its end."""
 INFO: dict[str, object] = {"model_path": "bench", "weight_version": "0"}
 """The answer on every path but `/generate`."""
 

@@ -118,19 +118,25 @@ class EventStream:
 
         Raises EngineFault; RequestRefused if the engine finds the request at fault.
         """
+        if self._incomplete or not data.endswith(b"\n\n"):
+            data = self._whole(data)
+        try:
+            return self._chunks(data.split(b"\n\n"))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise EngineFault("nonsense", f"the engine's event cannot be read: {error}") from error
+
+    def _whole(self, data: bytes) -> bytes:
+        """The events that are whole with `data`. The beginning of the next one is kept."""
         seen = max(0, len(self._incomplete) - 1)  # the last byte may be the first of the two that end it
         self._incomplete += data
         end = self._incomplete.rfind(b"\n\n", seen)
         if end < 0:
             if len(self._incomplete) > self._limit_bytes:
                 raise EngineFault("nonsense", f"one event is longer than {self._limit_bytes} bytes")
-            return []
-        events = bytes(self._incomplete[:end]).split(b"\n\n")
+            return b""
+        whole = bytes(self._incomplete[:end])
         del self._incomplete[: end + 2]
-        try:
-            return self._chunks(events)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise EngineFault("nonsense", f"the engine's event cannot be read: {error}") from error
+        return whole
 
     def _chunks(self, events: list[bytes]) -> list[OutputChunk]:
         chunks: list[OutputChunk] = []
@@ -187,12 +193,12 @@ class EventStream:
     ) -> OutputChunk:
         self._cached = meta.cached_tokens or self._cached
         self._prompt = meta.prompt_tokens or self._prompt
-        logprobs, tokens, _ = zip(*triples, strict=True) if triples else ((), (), ())
-        if list(tokens) != ids or min(logprobs, default=0.0) < LOWEST_LOGPROB:
+        logprobs = [logprob for logprob, _, _ in triples]
+        if [token for _, token, _ in triples] != ids or min(logprobs, default=0.0) < LOWEST_LOGPROB:
             raise EngineFault("nonsense", "the engine's ids and logprobs do not belong together")
         return OutputChunk(
             ids=ids,
-            logprobs=list(logprobs),
+            logprobs=logprobs,
             top_logprobs=[[(logprob, token) for logprob, token, _ in top or ()] for top in tops],
             version=self._number,
             server=self._server,

@@ -82,7 +82,7 @@ class AnswerStream:
             deltas += self._at_control(ids[: found + 1])
             ids = ids[found + 1 :]
         self._ids += ids
-        return deltas + self._append(ids)
+        return deltas + self._append(ids) if deltas else self._append(ids)
 
     def finish(self, answer: ParsedAnswer) -> list[Delta]:
         """The part of the final answer that was not sent yet."""
@@ -163,7 +163,9 @@ class RawTextStream:
 
 def _texts(reasoning: str, content: str) -> list[Delta]:
     deltas = [Delta(reasoning=reasoning)] if reasoning else []
-    return [*deltas, Delta(content=content)] if content else deltas
+    if content:
+        deltas.append(Delta(content=content))
+    return deltas
 
 
 MOST_AFTER = 8

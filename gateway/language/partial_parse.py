@@ -218,6 +218,8 @@ class IncrementalDetokenizer:
         return ""
 
     def _decode(self, ids: list[int]) -> str:
+        if not self._context:
+            return self._backend.decode(ids, False)
         return self._backend.decode(self._context + ids, False)[self._context_length :]
 
     def _release(self, text: str, count: int) -> str:
@@ -259,12 +261,14 @@ class StreamedText:
 
     def add(self, text: str) -> bool:
         """Append text, held back until `release`. Returns whether it completes a tag."""
-        self._ended = self._ended or self._broken_character
-        if self._ended:
+        if self._ended or self._broken_character:
+            self._ended = True
             return False
         before = len(self._held)
         self._held += text
-        return any(self._held.find(tag, max(0, before - len(tag) + 1)) >= 0 for tag in self._tags)
+        return bool(self._tags) and any(
+            self._held.find(tag, max(0, before - len(tag) + 1)) >= 0 for tag in self._tags
+        )
 
     def end_at(self, end: str) -> None:
         """From now on, hold back the text from `end` on."""
@@ -304,7 +308,10 @@ class StreamedText:
             at = text.find(end)
             if at >= 0:
                 self._ended, text = True, text[:at]
-        return min((start_of_partial(text, tag) for tag in self._ends + self._tags), default=len(text))
+        length = len(text)
+        for tag in self._ends + self._tags:
+            length = min(length, start_of_partial(text, tag))
+        return length
 
 
 def start_of_partial(text: str, tag: str) -> int:

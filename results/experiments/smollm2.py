@@ -1,9 +1,11 @@
 """What SmolLM2-135M-Instruct learns, a model that others have trained; an adapter of rank 16 is trained."""
 
 from pathlib import Path
+from typing import Any
 
 from results.experiment import Experiment, Say, Variant
 from weir.demo import real_demo
+from weir.stack.services import merged
 from weir.stack.settings import StackSettings
 
 
@@ -13,12 +15,19 @@ def model(models: Path, say: Say) -> Path:
     return directory
 
 
+WARM_START = "SmolLM2-135M-Instruct as it is published. An adapter of rank 16 is trained, at a rate of 3e-4"
+BOUNDED: dict[str, Any] = {
+    "trainer": {"algorithm": {"max_rows": 32}},
+    "gateway": {"limits": {"staleness_versions": 2}},
+}
+"""As much is learned from an episode on a busy machine as on an idle one."""
+
+
 EXTRACTION = Experiment(
     name="extraction",
     question="Write what a sentence says about a person as one JSON object, the task of `weir demo --model "
     "smollm2`.",
-    warm_start="SmolLM2-135M-Instruct as it is published. An adapter of rank 16 is trained, at a rate of "
-    "3e-4",
+    warm_start=WARM_START,
     model=model,
     run={
         "environment": "python:weir.demo.extraction:Extraction",
@@ -29,5 +38,42 @@ EXTRACTION = Experiment(
     variants={"async": Variant("rollouts up to eight versions old")},
     services=real_demo.SERVICES,
     judged={"tasks": 64, "group_size": 2},
+    trl_batch=32,
     found="Eleven or twelve steps teach the task. The machine had other work, so seconds say little.",
+)
+LOOKUP = Experiment(
+    name="lookup",
+    question="Ask a register with one JSON object, then answer a question with another: a call and its use, "
+    "each worth a half, in two turns.",
+    warm_start=WARM_START,
+    model=model,
+    run={
+        "environment": "python:results.environments.lookup:Lookup",
+        "sampling": {"max_tokens": 24},
+        "episodes": 512,
+    },
+    target=0.6,
+    variants={"bounded": Variant("rollouts at most two versions old, 32 rows a step")},
+    services=merged(real_demo.SERVICES, BOUNDED),
+    judged={"tasks": 64, "group_size": 2},
+    found="",
+)
+GCD = Experiment(
+    name="gcd",
+    question="The greatest common divisor of two numbers up to 30, by reasoning-gym, after four solved "
+    "questions.",
+    warm_start=WARM_START,
+    model=model,
+    run={
+        "environment": "reasoning_gym:gcd",
+        "options": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 30, "examples": 4},
+        "sampling": {"max_tokens": 6},
+        "episodes": 512,
+    },
+    target=0.5,
+    variants={"bounded": Variant("rollouts at most two versions old, 32 rows a step")},
+    services=merged(real_demo.SERVICES, BOUNDED),
+    judged={"tasks": 128, "group_size": 1},
+    trl_batch=32,
+    found="",
 )

@@ -34,7 +34,7 @@ OVERVIEW = Board(
                 plot(
                     "What waits",
                     "short",
-                    ("max(weir_sessions_unfinished)", "sessions without an end or a reward"),
+                    ("max(weir_sessions_unfinished)", "sessions without a verdict"),
                     ("max(weir_rollouts_waiting)", "rollouts without a step"),
                     ("max(weir_rollouts_owed)", "rollouts without a checkpoint"),
                 ),

@@ -100,7 +100,7 @@ QUEUE = Board(
             "Sessions",
             (
                 plot(
-                    "Sessions without an end or a reward",
+                    "Sessions without a verdict",
                     "short",
                     ("max(weir_sessions_unfinished)", "sessions"),
                 ),

@@ -97,6 +97,9 @@ class Requests:
     prepared: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By server, the push and the driver's number of what it has prepared last. Its process may end then."""
 
+    async def get(self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> bytes:
+        raise TimeoutError  # the states of servers are the property's own
+
     async def post(
         self, url: str, message: ServiceMessage, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:

@@ -96,18 +96,14 @@ class Journal:
         self._file.flush()
 
 
-def entries_of(directory: Path) -> list[Entry]:
-    """The whole lines of a journal, in their order; none if there is no journal."""
-    return list(each_entry(directory))
-
-
 def each_episode(directory: Path) -> Iterator[EpisodeEnded]:
     """The episodes of a journal, in the order in which they ended, one at a time."""
     return (each for each in each_entry(directory) if isinstance(each, EpisodeEnded))
 
 
 def each_entry(directory: Path) -> Iterator[Entry]:
-    """As `entries_of`, one at a time: a journal may have millions."""
+    """The whole lines of a journal, in their order, one at a time: there may be millions. None if there is no
+    journal."""
     path = directory / "journal.jsonl"
     if not path.exists():
         return

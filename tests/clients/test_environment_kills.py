@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
-from environments.results import EpisodeEnded, entries_of
+from environments.results import EpisodeEnded, each_episode
 from tests.support.environments.running import TOYS
 from tests.support.serving import free_port
 from tests.support.system.real_system import ADMIN_KEY, CLIENT_KEY, System, running_system, system_settings
@@ -131,7 +131,7 @@ def sessions_of(system: System) -> list[dict[str, Any]]:
 
 
 def ended(run_dir: Path) -> list[EpisodeEnded]:
-    return [each for each in entries_of(run_dir) if isinstance(each, EpisodeEnded)]
+    return list(each_episode(run_dir))
 
 
 def many(played: list[Path], enough: int) -> bool:

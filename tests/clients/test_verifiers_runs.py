@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from environments.errors import UnknownEnvironment
-from environments.results import EpisodeEnded, entries_of
+from environments.results import EpisodeEnded, each_episode
 from tests.support.environments.running import RunTest
 from tests.support.waiting import wait_until
 
@@ -209,7 +209,7 @@ def test_a_killed_runner_is_resumed_and_its_host_ends(running: RunTest) -> None:
 
 
 def ended_in(run_dir: Path) -> list[EpisodeEnded]:
-    return [each for each in entries_of(run_dir) if isinstance(each, EpisodeEnded)]
+    return list(each_episode(run_dir))
 
 
 async def test_what_does_not_fit_a_library_that_plays_itself_is_told_at_once(running: RunTest) -> None:

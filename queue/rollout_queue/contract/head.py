@@ -7,7 +7,7 @@ deleted     ─▶ Tombstone                keeps the id from being used again
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -346,14 +346,6 @@ def position_of(session: SessionHead | Tombstone) -> ListPosition:
     return ListPosition(known.created_at, known.session_id)
 
 
-def without_unwanted(listed: ListedSession, wanted: Callable[[SessionSpec], bool]) -> ListedSession:
-    """The same position, without its session if `wanted` refuses the session's spec."""
-    found = listed.found
-    return (
-        listed._replace(found=None) if isinstance(found, SessionHead) and not wanted(found.spec) else listed
-    )
-
-
 SessionStage = Literal["open", "waiting_reward", "ended", "decided"]
 """`open`: the session has no outcome. `waiting_reward`: it has ended, and a reward is still to come. `ended`:
 it has ended, and needs no reward or has one. `decided`: it has a verdict."""
@@ -401,10 +393,6 @@ def group_progress(size: int | None, stages: Iterable[SessionStage]) -> GroupPro
     counted = list(stages)
     going, unrewarded = counted.count("open"), counted.count("waiting_reward")
     return GroupProgress(size or len(counted), len(counted) - going - unrewarded, going, unrewarded)
-
-
-def stage_of(head: SessionHead) -> SessionStage:
-    return stage(head.outcome, has_verdict=head.verdict is not None, has_reward=head.reward is not None)
 
 
 def stage(outcome: Outcome | None, *, has_verdict: bool, has_reward: bool) -> SessionStage:

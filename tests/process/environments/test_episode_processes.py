@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import environments.hosts
-from environments.results import EpisodeEnded, entries_of
+from environments.results import each_episode
 from tests.support.environments.running import RunTest
 from tests.support.turned_clock import TurnedClock
 from tests.support.waiting import wait_until, wait_until_async
@@ -56,7 +56,7 @@ def noted(notes: Path, what: str) -> list[int]:
 
 
 def over(running: RunTest) -> int:
-    return sum(isinstance(entry, EpisodeEnded) for entry in entries_of(running.run_dir))
+    return sum(1 for _ in each_episode(running.run_dir))
 
 
 @pytest.mark.parametrize("module", ["fates", "threaded_fates"])

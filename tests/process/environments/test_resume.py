@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from environments.errors import RunStopped
-from environments.results import EpisodeEnded, GroupBegun, Journal, entries_of
+from environments.results import EpisodeEnded, GroupBegun, Journal, each_entry, each_episode
 from environments.start_run import opened_run, source_of
 from tests.support.environments.answering_engine import Gate
 from tests.support.environments.running import TOYS, RunTest
@@ -50,7 +50,7 @@ async def test_a_member_that_is_left_alone_counts_as_played(running: RunTest) ->
 
 
 def ended(run_dir: Path) -> list[EpisodeEnded]:
-    return [each for each in entries_of(run_dir) if isinstance(each, EpisodeEnded)]
+    return list(each_episode(run_dir))
 
 
 def arguments(running: RunTest, mode: str) -> list[str]:
@@ -89,7 +89,7 @@ def test_a_killed_runner_is_resumed_and_each_episode_ends_once(
     # In training one episode alone is not played again: there is nothing to compare it with.
     played = [each for each in entries if mode == "eval" or each.status != "abandoned"]
     assert all(each.status == "completed" and each.reward == pytest.approx(1.2) for each in played)
-    begun = [each for each in entries_of(running.run_dir) if isinstance(each, GroupBegun)]
+    begun = [each for each in each_entry(running.run_dir) if isinstance(each, GroupBegun)]
     assert len(begun) > len({each.group for each in begun}), "a group was interrupted"
     if mode == "eval":
         assert len(entries) == 32

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import environments.hosts
 import environments.run
 from environments.errors import GatewayFault, RunStopped, UnknownEnvironment
-from environments.results import EpisodeEnded, entries_of
+from environments.results import EpisodeEnded, each_entry
 from environments.session_client import Patience, SessionClient
 from environments.settings import RunSettings
 from environments.start_run import play_run
@@ -101,7 +101,7 @@ async def test_a_call_of_a_tool_earns_a_reward_and_ends_the_episode(running: Run
     (session,) = running.sessions()
     assert [turn["reward"] for turn in session["turns"]] == [0.5, None]
     assert session["reward"] == 1.0
-    ended = entries_of(running.run_dir)[-1]
+    ended = [*each_entry(running.run_dir)][-1]
     assert isinstance(ended, EpisodeEnded)
     assert ended.metrics == {"left": 0}
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 import fine_tuning.__main__
-from environments.results import EpisodeEnded, entries_of
+from environments.results import EpisodeEnded, each_episode
 from tests.support.environments.answering_engine import Gate
 from tests.support.environments.running import RunTest
 from tests.support.fine_tuning.running import RunningJobs, client_of, sums
@@ -33,7 +33,7 @@ def section(directory: Path, gateway_url: str, port: int) -> dict[str, Any]:
 
 
 def ended(run_dir: Path) -> list[EpisodeEnded]:
-    return [each for each in entries_of(run_dir) if isinstance(each, EpisodeEnded)]
+    return list(each_episode(run_dir))
 
 
 def check_a_directory_in_use_is_refused(file: Path) -> None:

@@ -38,9 +38,8 @@ from trainer_service.sizing import (
 )
 
 GB = 1e9
-H100, A10, T4 = (
+H100, T4 = (
     Gpu("NVIDIA H100 80GB HBM3", 84.9 * GB, True),
-    Gpu("NVIDIA A10G", 23.7 * GB, True),
     Gpu("Tesla T4", 15.6 * GB, False),
 )
 QWEN3_8B = ModelShape(8_190_735_360, 0, 36, 4096, 4096, 1024, 12_288, 151_936)

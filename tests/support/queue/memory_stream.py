@@ -27,7 +27,6 @@ from rollout_queue.contract.head import (
     position_of,
     tombstone_of,
     with_terms,
-    without_unwanted,
 )
 from rollout_queue.contract.outcomes import DELETED, check_rewards, expiry, related
 from rollout_queue.contract.published_policy import TrainedStep
@@ -114,7 +113,11 @@ class MemorySessionList:
         known: list[SessionHead | Tombstone] = [*self.heads.values(), *self.tombstones.values()]
         found = {position_of(each): each for each in known}
         positions = after_position(found, after, newest_first=scope.newest_first)[:count]
-        return [without_unwanted(ListedSession(each, found[each]), wanted) for each in positions]
+        shown = {
+            each: None if isinstance(session, SessionHead) and not wanted(session.spec) else session
+            for each, session in found.items()
+        }
+        return [ListedSession(each, shown[each]) for each in positions]
 
     async def tombstone(self, session_id: str) -> Tombstone | None:
         return self.tombstones.get(session_id)

@@ -37,7 +37,7 @@ class Tasks:
 
     def __init__(self, run: dict[str, Any]) -> None:
         self._source = import_module(KINDS[run["library"]]).environments(run["name"], dict(run["options"]))
-        count = run["tasks"] or self._source.describe()["task_count"] or MOST_TASKS
+        count = run["tasks"] or self._source.describe().get("task_count") or MOST_TASKS
         self.all = self._source.tasks(run["seed"], 0, count)
         self.questions = [self._source.new().reset(each["data"])["messages"] for each in self.all]
 

@@ -76,8 +76,8 @@ def find_gateway(given: GivenGateway = None) -> GatewayAddress:
     own = state.get("services", {}).get("gateway", {}).get("url")
     url = given or os.environ.get("WEIR_GATEWAY_URL") or own
     if url is None:
-        where = "start one with `weir up`, or say where it is (gateway=…, WEIR_GATEWAY_URL)"
-        raise GatewayFault(f"no gateway is known, and none was started in {run_dir}: {where}")
+        where = "start one with `weir up`, or say where it is (WEIR_STACK__RUN_DIR=DIR/run, WEIR_GATEWAY_URL)"
+        raise GatewayFault(f"no gateway is known, and none was started in {run_dir.absolute()}: {where}")
     if not url.startswith(("http://", "https://")):
         raise GatewayFault(f"{url!r} is no address of a gateway: give http://HOST:PORT")
     keys = os.environ.get("WEIR_CLIENT_KEYS") or _text_or_nothing(os.environ.get("WEIR_CLIENT_KEYS_FILE"))

@@ -10,6 +10,7 @@ tokens than those that were sampled, with other log-probabilities.
 
 import argparse
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from weir.demo.extraction import asked_about, sentence_of
 
 BATCH, TOKENS = 16, 40
-ASKED = {
+ASKED: dict[str, Callable[[int], list[dict[str, str]]]] = {
     "one JSON object": lambda seed: asked_about(sentence_of(seed)[0]),
     "a text": lambda seed: [{"role": "user", "content": f"Tell me a story about the number {seed}."}],
 }

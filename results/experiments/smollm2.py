@@ -39,7 +39,8 @@ EXTRACTION = Experiment(
     services=real_demo.SERVICES,
     judged={"tasks": 64, "group_size": 2},
     trl_batch=32,
-    found="Eleven or twelve steps teach the task. The machine had other work, so seconds say little.",
+    found="Eleven or twelve steps teach the task. To the target, Weir takes half of TRL's CPU seconds: 374 "
+    "against 756 in the mean. The machine had other work, so seconds say little.",
 )
 LOOKUP = Experiment(
     name="lookup",
@@ -52,11 +53,12 @@ LOOKUP = Experiment(
         "sampling": {"max_tokens": 24},
         "episodes": 512,
     },
-    target=0.6,
+    target=0.7,
     variants={"bounded": Variant("rollouts at most two versions old, 32 rows a step")},
     services=merged(real_demo.SERVICES, BOUNDED),
     judged={"tasks": 64, "group_size": 2},
-    found="",
+    found="Nine to twelve steps teach the call to all seeds. One also learns the answer; the other two have "
+    "it right in half of the episodes.",
 )
 GCD = Experiment(
     name="gcd",
@@ -70,10 +72,10 @@ GCD = Experiment(
         "sampling": {"max_tokens": 6},
         "episodes": 512,
     },
-    target=0.5,
+    target=0.3,
     variants={"bounded": Variant("rollouts at most two versions old, 32 rows a step")},
     services=merged(real_demo.SERVICES, BOUNDED),
     judged={"tasks": 128, "group_size": 1},
-    trl_batch=32,
-    found="",
+    found="Always the most frequent answer, 2, is worth 0.33, and 512 episodes teach little more: one of "
+    "three seeds does not reach 0.3.",
 )
